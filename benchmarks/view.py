@@ -4,8 +4,9 @@
 
 The run is generated: 400 steps of 256 episodes with three steps each, and one episode with a tool result of 10 MB. The
 questions go over HTTP to a server in its own process, as a browser asks them. With Chromium and playwright installed,
-the time until a browser shows the runs and the first episodes is measured too. Processor times of the server are given
-beside the times on the clock, which depend on what else the machine is doing.
+the times until a fresh page shows the runs and the first episodes, and from a key in the field for searching to the
+rows, are measured too. Processor times of the server are given beside the times on the clock, which depend on what else
+the machine is doing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +43,7 @@ WORDS = [
     "river", "stone", "lamp", "quiet", "copper", "window", "harbour", "winter", "orchard", "signal", "basket", "velvet",
 ]  # fmt: skip
 HUGE = 10_000_000  # characters of one tool result
-REPEATS = 7
+REPEATS, PAINTS = 7, 5
 QUESTIONS: dict[str, dict[str, str]] = {
     "reward at least 0.5": {"reward_min": "0.5"},
     "stop reason and tool": {"stop": "max_steps", "tool": "search"},
@@ -127,8 +129,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process that is not shared with files. Only on Linux."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
 def measure(url: str, pid: int, run: str) -> dict[str, Any]:
     with httpx.Client(base_url=url, timeout=60) as client:
+        empty = resident_bytes(pid)
         began = time.perf_counter()
         first_runs, _ = ask(client, "runs")
         first_rows, _ = ask(client, "episodes", run=run, limit="100")
@@ -138,6 +148,7 @@ def measure(url: str, pid: int, run: str) -> dict[str, Any]:
                 break
             time.sleep(0.1)
         reading, reading_cpu = time.perf_counter() - began, cpu_seconds(pid)
+        indexed = resident_bytes(pid)
         filters = {}
         for name, params in QUESTIONS.items():
             before = cpu_seconds(pid)
@@ -157,29 +168,63 @@ def measure(url: str, pid: int, run: str) -> dict[str, Any]:
             "first_page_of_episodes_ms": _ms(first_rows),
             "everything_read_s": round(reading, 1),
             "everything_read_cpu_s": round(reading_cpu, 1),
+            "memory_mb": {"empty": _mb(empty), "indexed": _mb(indexed), "after_questions": _mb(resident_bytes(pid))},
+            "memory_bytes_per_episode": round((indexed - empty) / answer["total"]),
             "filter": filters,
             "open_episode_ms": _ms(median(opened)),
             "open_episode_with_10_MB_result_ms": _ms(huge),
         }
 
 
-def paint(url: str, run: str) -> dict[str, int] | None:
-    """Return the milliseconds until a fresh browser shows the runs, and the episodes, of a server just started."""
-    with browser_or_none() as browser:
-        if browser is None:
-            return None
-        result = {}
-        for name, address, wanted in (
-            ("runs", url, "li.run"),
-            ("episodes", f"{url}#/run/{run}/episodes", ".row .texts"),
-        ):
-            page = browser.new_page()
-            began = time.perf_counter()
-            page.goto(address)
-            page.wait_for_selector(wanted)
-            result[f"{name}_ms"] = _ms(time.perf_counter() - began)
-            page.close()
-        return result
+def paint(browser: Any, place: Path) -> dict[str, Any]:
+    """Return the milliseconds until a fresh page shows the runs, and the episodes, of a server just started."""
+    wanted = {"runs": ("", "li.run"), "episodes": (f"#/run/{place.name}/episodes", ".row .texts")}
+    result = {}
+    for name, (address, selector) in wanted.items():
+        taken = []
+        for _ in range(PAINTS):
+            with serving(place) as (url, _):
+                page = browser.new_page()
+                began = time.perf_counter()
+                page.goto(url + address)
+                page.wait_for_selector(selector)
+                taken.append(_ms(time.perf_counter() - began))
+                page.close()
+        result[f"{name}_ms"] = {"median": median(taken), "all": taken}
+    return result
+
+
+# From the last key until the new rows are drawn. The page waits 150 ms for further keys.
+TYPE = """(text) => new Promise((done) => {
+  const [input, count] = [document.getElementById("search"), document.querySelector(".count")];
+  const before = count.textContent;
+  const began = performance.now();
+  const look = () => {
+    const isShown = document.querySelector("a.row, .empty") && !document.querySelector(".pending");
+    if (count.textContent !== before && isShown) requestAnimationFrame(() => done(performance.now() - began));
+    else requestAnimationFrame(look);
+  };
+  input.value = text;
+  input.dispatchEvent(new Event("input", { bubbles: true }));
+  look();
+})"""
+
+
+def type_words(browser: Any, url: str, run: str) -> dict[str, int]:
+    """Return the milliseconds from a key in the field for searching to the rows that match, in a browser."""
+    page = browser.new_page()
+    page.goto(f"{url}#/run/{run}/episodes")
+    page.wait_for_selector("main[data-state=ready] a.row")
+    taken = []
+    for number in range(REPEATS):
+        for text in (f"needle-{70 + number}", f"harbour {WORDS[number]}", f"nothing says this {number}", ""):
+            taken.append(_ms(page.evaluate(TYPE, text) / 1000))
+    page.close()
+    return {"median": round(median(taken)), "worst": max(taken), "of": len(taken)}
+
+
+def _mb(size: int) -> float:
+    return round(size / 1e6, 1)
 
 
 def _ms(seconds: float) -> int:
@@ -199,11 +244,11 @@ def main() -> None:
         if not (place / "config.json").exists():
             make_run(place, files=args.files, per_file=args.per_file)
         size = sum(path.stat().st_size for path in (place / "trajectories").glob("*.jsonl"))
-        with serving(place) as (url, _):
-            painted = paint(url, place.name)
-        with serving(place) as (url, pid):
-            facts = {"machine": machine(), "load_average": os.getloadavg()[0], "bytes": size, "first_paint": painted}
-            result = {**facts, **measure(url, pid, place.name)}
+        facts = {"command": "python -m benchmarks.view", "machine": machine(), "load_average": os.getloadavg()[0]}
+        with browser_or_none() as browser, serving(place) as (url, pid):
+            painted = browser and paint(browser, place)
+            result = {**facts, "bytes": size, "first_paint": painted, **measure(url, pid, place.name)}
+            result["typing_to_rows_ms"] = browser and type_words(browser, url, place.name)
     finally:
         shutil.rmtree(scratch)
     text = json.dumps(result, indent=1)

@@ -26,6 +26,12 @@ LINK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
+# How the repository shows a picture that has a dark version; the site has its own switch between light and dark.
+TWO_THEMES = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img src="(?P<light>[^"]+)" alt="(?P<alt>[^"]*)"(?: width="(?P<width>\d+)")?>\s*</picture>'
+)
+
 ABOUT = {  # page of the API reference -> title, introduction, and what it shows besides public names of these modules
     "runs": (
         "Train and load runs",
@@ -59,7 +65,9 @@ class Page:
 def site_pages(root: Path = ROOT) -> dict[str, Page]:
     """Every page of the site, by its path in the site."""
     pages = {
-        path.relative_to(root / "docs").as_posix(): Page(path.read_text(encoding="utf-8"), str(path.relative_to(root)))
+        path.relative_to(root / "docs").as_posix(): Page(
+            themed(path.read_text(encoding="utf-8")), str(path.relative_to(root))
+        )
         for path in sorted((root / "docs").rglob("*.md"))
     }
     return pages | added_pages(root)
@@ -77,6 +85,16 @@ def added_pages(root: Path = ROOT) -> dict[str, Page]:
         notebook_text(json.loads((root / notebook).read_text(encoding="utf-8"))), notebook
     )
     return pages | api_pages(root)
+
+
+def themed(text: str) -> str:
+    """Show pictures that have a light and a dark version by the theme of the site instead of the system's."""
+
+    def both(found: re.Match[str]) -> str:
+        size = f"{{ width={found['width']} }}" if found["width"] else ""
+        return "\n".join(f"![{found['alt']}]({found[theme]}#only-{theme}){size}" for theme in ("light", "dark"))
+
+    return TWO_THEMES.sub(both, text)
 
 
 def home(readme: Page) -> Page:

@@ -108,7 +108,10 @@ class Run:
         return Agent(self.config, str(self.path))
 
     def view(self, *, port: int = 0) -> Viewer:
-        """Start the viewer of this run in the background, as `agent-r1 view` does, and return its link."""
+        """Start the viewer of this run in the background, as `agent-r1 view` does, and return its link.
+
+        As the last line of a notebook's cell, it also shows the page as it is now, if the run is not too large.
+        """
         return Viewer(self.path, port=port)
 
     def export(self, directory: str | Path, *, merge: bool = False, gguf: str | None = None) -> Path:
@@ -136,6 +139,7 @@ class Viewer:
         from agent_r1.serve.view.library import Library
         from agent_r1.serve.view.server import serve
 
+        self._path = path
         link: Future[str] = Future()
 
         def run() -> None:
@@ -151,7 +155,11 @@ class Viewer:
         return self.url
 
     def _repr_html_(self) -> str:
-        return f'<a href="{self.url}" target="_blank">{self.url}</a>'
+        from agent_r1.serve.view.export import inline_frame
+        from agent_r1.serve.view.library import Library
+
+        frame = inline_frame(Library([self._path]))
+        return f'{frame or ""}<p><a href="{self.url}" target="_blank">{self.url}</a> follows the run.</p>'
 
 
 def load_run(path: str | Path, **keywords: Unpack[Settings]) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ def test_the_notebook_runs_and_its_agent_learns(tmp_path: Path, monkeypatch: pyt
     assert not any(cell.get("outputs") for cell in notebook.cells)  # outputs are not kept: they would grow old
     nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
-    train, plot, transcript, evaluate, ask, resume = [c for c in notebook.cells if c.cell_type == "code"][2:]
+    train, plot, transcript, view, evaluate, ask, resume = [c for c in notebook.cells if c.cell_type == "code"][2:]
     progress = shown(train, "text/html")[0]  # one block, which every line updated
     assert "training 8/8" in progress
     assert "held-out success" in progress
     assert "success 100.0%" in shown(train, "text/plain")[-1]
     assert shown(plot, "image/png")
     assert "lookup" in shown(transcript, "text/html")[0]
+    [page] = shown(view, "text/html")
+    assert page.startswith("<iframe sandbox='allow-scripts")
+    assert "default-src &#39;none&#39;" in page  # the policy of an exported page
+    assert re.search(r'<a href="http://127\.0\.0\.1:\d+/"', page)
     assert shown(evaluate, "text/plain")[-1].startswith("success")
     assert shown(ask, "text/plain")[-1] == "('10', 2)"
     step, first, last = eval(shown(resume, "text/plain")[-1])

@@ -16,7 +16,7 @@ from website.axe import barriers
 from website.check import problems
 from website.comments import comment_of
 from website.llms import entries, llms_texts, summary
-from website.pages import Page, added_pages, api_pages, public_names, rewrite, site_pages
+from website.pages import Page, added_pages, api_pages, public_names, rewrite, site_pages, themed
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +196,17 @@ def test_barriers_are_found_in_both_schemes(tmp_path: Path) -> None:
         "silent.html (light): image-alt",
         "silent.html (dark): image-alt",
     ]
+
+
+def test_a_picture_for_dark_systems_follows_the_theme_of_the_site() -> None:
+    dark = '<source media="(prefers-color-scheme: dark)" srcset="a-dark.png">'
+    light = '<img src="a-light.png" alt="An a" width="9">'
+    assert themed(f"Before\n\n<picture>\n{dark}\n{light}\n</picture>\n\nafter") == (
+        "Before\n\n![An a](a-light.png#only-light){ width=9 }\n![An a](a-dark.png#only-dark){ width=9 }\n\nafter"
+    )
+
+
+def test_every_picture_with_a_dark_version_has_both_files(pages: dict[str, Page]) -> None:
+    found = re.findall(r"\]\(([^)#]+)#only-(light|dark)\)", pages["view.md"].text)
+    assert len(found) == 2 * 15
+    assert all((ROOT / "docs" / name).is_file() and name.endswith(f"-{theme}.png") for name, theme in found)

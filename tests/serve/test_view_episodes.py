@@ -126,6 +126,14 @@ def test_episodes_are_sorted_paged_and_counted(run: RunDir) -> None:
         index.find({"reward_min": "much"}, offset=0, limit=1)
 
 
+def test_a_few_of_many_episodes_are_spread_over_all(run: RunDir) -> None:
+    found = read(run).find({"sort": "step"}, offset=0, limit=5, spread=True)
+    assert found["matches"] == 20
+    assert [f"{row['file']}/{row['n']}" for row in found["rows"]] == [
+        "eval_000000/0", "train_000001/1", "train_000002/2", "eval_000003/2", "train_000003/3",
+    ]  # fmt: skip
+
+
 def test_errors_are_those_of_the_means_of_rows(run: RunDir) -> None:
     # Means of rows: tea (1 + 0) / 2 = 0.5, hostile 0.5, broken 0 (it failed). Their mean is 1/3, the squared
     # deviations 1/36 + 1/36 + 1/9 = 1/6, the variance 1/12, the standard error sqrt(1/12 / 3) = 1/6.
@@ -159,6 +167,7 @@ def test_a_resumed_run_replaces_its_later_steps(run: RunDir) -> None:
     index = read(run)
     run.forget_after(1)
     wait_until_read(index, 60)
+    assert len(index.find({"step": "1"}, offset=0, limit=99)["rows"]) == 4
     assert {name.split("/")[0] for name in find(index)} == {"eval_000000", "train_000001"}
     run.write_trajectories("train", 2, make_groups(9)[:1])
     wait_until_read(index, 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent_r1.errors import ConfigError
-from agent_r1.serve.view.export import bundle, export_page
+from agent_r1.serve.view.export import bundle, export_page, inline_frame, page_text
 from agent_r1.serve.view.library import Library
 from agent_r1.serve.view.server import static_files
 from tests.conftest import Cli
@@ -79,6 +80,18 @@ def test_every_module_is_bundled_after_those_it_imports() -> None:
         for needed in re.findall(r'from "\./(\w+)\.js"', static[f"{name}.js"].decode()):
             assert order.index(needed) < order.index(name)
     assert not re.search(r"^(import|export) ", text, re.MULTILINE)
+
+
+def test_a_notebook_shows_the_page_in_a_frame_without_an_origin(tmp_path: Path) -> None:
+    make_run(tmp_path / "shop")
+    library = Library([tmp_path])
+    frame = inline_frame(library)
+    assert frame is not None
+    found = re.fullmatch(r"<iframe sandbox='([^']*)' srcdoc='([^']*)'[^<>]*></iframe>", frame, re.DOTALL)
+    assert found
+    assert set(found[1].split()) == {"allow-scripts", "allow-downloads"}
+    assert html.unescape(found[2]) == page_text(library, episodes=60)[0]
+    assert inline_frame(library, most=1000) is None
 
 
 def test_nothing_to_export_is_an_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.serve.view.export import export_page
+from agent_r1.serve.view.export import export_page, inline_frame
 from agent_r1.serve.view.library import Library
 from benchmarks.browser import browser_or_none, why_no_browser
 from tests.serve.small_runs import HOSTILE, LONG, add_step, group, make_episode, make_run, make_step
@@ -316,7 +316,7 @@ def test_only_sampled_tokens_are_coloured_and_each_says_its_id_and_text(open_pag
     view.page.get_by_label("Colour tokens by").select_option("entropy")
     assert len(set(backgrounds(view, "#step-0 .message.agent .token"))) == 4  # 0, 0.1, 0.2, 0.4
     assert view.texts(".key span") == ["0", "0.4 nats"]
-    view.page.locator("#step-1 .prompt summary").click()
+    view.page.locator("#step-1 .prompt summary").first.click()
     view.page.wait_for_selector("#step-1 .prompt .token")
     assert set(backgrounds(view, "#step-1 .prompt .token")) == {""}
     assert view.page.locator("#step-1 .prompt .token.old").count() == 3
@@ -325,6 +325,17 @@ def test_only_sampled_tokens_are_coloured_and_each_says_its_id_and_text(open_pag
     assert "given to the model: no value" in view.texts(".token-tip")[0]
     view.page.get_by_label("Colour tokens by").select_option("mask")
     assert len(set(backgrounds(view, "#step-0 .message.agent .token"))) == 1
+
+
+def test_what_a_rewritten_prompt_lacks_can_be_read(open_page: Any) -> None:
+    """The second prompt is [0 .. 6]; before it were the prompt [0, 1, 2] and the response [1, 2, 5, 4]."""
+    view = open_page("#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".conversation")
+    assert view.page.locator(".left-out").count() == 1  # only where something was left out
+    view.page.locator("#step-1 .left-out summary").click()
+    view.page.wait_for_selector(".left-out del")
+    assert view.texts(".left-out del") == ["one two</script><b>x</b>\u2039e2\u203a\u203982\u203a"]
+    assert view.texts(".dropped small") == ["4 tokens, written by the model; stood after token 3 of this prompt"]
 
 
 @pytest.mark.parametrize(
@@ -428,6 +439,112 @@ def test_a_row_at_different_steps_is_compared_word_by_word(open_page: Any) -> No
     assert view.page.locator(".dot").count() == 10
     view.page.locator(".dot").nth(5).click()
     view.wait_for("location.hash.includes('b=train_000002')")
+    view.page.keyboard.press("a")
+    view.page.keyboard.press("j")  # the left one: from the first attempt of step 1 to the second
+    view.wait_for("location.hash.includes('a=train_000001%2F1')")
+    assert "b=train_000002" in view.hash()
+    view.page.keyboard.press("Escape")
+    view.page.wait_for_selector("a.row")
+    assert view.hash() == "#/run/shop/episodes?row=tea"
+
+
+def test_a_row_with_many_attempts_is_shown_from_the_first_step_to_the_last(
+    open_page: Any, serve: Callable[[Path], str], tmp_path: Path
+) -> None:
+    """Two sides are chosen with a finger too. Each of the 30 steps has ten attempts, of which 200 are shown."""
+    run = make_run(tmp_path / "many", steps=1)
+    lines = run.trajectories_file("train", 1).read_text(encoding="utf-8").splitlines()[:2]
+    for step in range(1, 31):
+        run.trajectories_file("train", step).write_text("\n".join(lines * 5) + "\n", encoding="utf-8")
+    phone = {"has_touch": True, "viewport": {"width": 390, "height": 760}}
+    view = open_page("#/run/many/row/tea?a=train_000016%2F7", serve(tmp_path), **phone)
+    view.page.wait_for_selector("main[data-state=ready]")
+    shown = [text.split("\n") for text in view.texts(".dot")]
+    assert len(shown) in (200, 201)  # the one that the address names may be beside those
+    assert {int(step) for step, _ in shown} == set(range(31))
+    assert shown[-1] == ["30", "✗ B"]
+    assert [step for step, mark in shown if mark.endswith("A")] == ["16"]
+    view.page.get_by_role("button", name="A (left)").tap()
+    view.page.locator(".dot").last.tap()
+    view.wait_for("location.hash.includes('a=train_000030%2F9')")
+    assert view.texts(".dot")[-1].split("\n")[1] == "✗ AB"
+
+
+def drag_finger(view: Watched, selector: str, path: list[tuple[float, float]]) -> None:
+    box = view.page.locator(selector).first.bounding_box()
+    session = view.context.new_cdp_session(view.page)
+    for kind, point in zip(["touchStart", *["touchMove"] * (len(path) - 1)], path, strict=True):
+        where = {"x": box["x"] + point[0], "y": box["y"] + point[1]}
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [where]})
+    view.page.wait_for_timeout(100)  # at rest, or it would be a fling, which the next tap only stops
+    session.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": [where]})
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+def test_curves_are_zoomed_with_a_finger_and_with_keys(open_page: Any) -> None:
+    view = open_page("#/?runs=shop", has_touch=True, viewport={"width": 390, "height": 760})
+    view.page.wait_for_selector(".chart:visible")
+    view.page.locator(".chart:visible canvas").first.scroll_into_view_if_needed()
+    drag_finger(view, ".chart:visible canvas", [(60, 60), (80, 62), (120, 62), (180, 62)])
+    view.wait_for("location.hash.includes('zoom=')")
+    view.page.get_by_text("Reset zoom").tap()
+    view.wait_for("!location.hash.includes('zoom=')")
+    view.page.locator(".chart:visible canvas").nth(1).focus()
+    view.page.keyboard.press("ArrowLeft")  # the last of steps 1 to 3
+    view.page.keyboard.press("+")
+    assert view.hash() == "#/?runs=shop&zoom=2%2C3"
+    view.page.keyboard.press("ArrowLeft")
+    view.page.keyboard.press("ArrowLeft")  # the zoom follows
+    assert view.hash() == "#/?runs=shop&zoom=1%2C2"
+    view.page.keyboard.press("-")
+    assert view.hash() == "#/?runs=shop"
+    view.page.keyboard.press("+")
+    view.page.keyboard.press("Escape")
+    assert view.hash() == "#/?runs=shop"
+
+
+def test_every_page_of_a_run_has_its_keys(open_page: Any) -> None:
+    view = open_page("#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".conversation")
+    view.page.keyboard.press("g")
+    view.page.wait_for_selector(".attempt")
+    assert view.hash() == "#/run/shop/group/train_000002/tea"
+    for address, back in (
+        ("#/run/shop/evaluations", "#/?runs=shop"),
+        ("#/settings?runs=shop%2Cother", "#/?runs=shop%2Cother"),
+        ("#/run/shop/batch/train_000002", "#/run/shop/episodes?kind=train&step=2"),
+    ):
+        view.page.evaluate(f"location.hash = {address!r}")
+        view.page.wait_for_selector(".tabs nav, table.settings")
+        if "batch" in address:
+            for step, key in ((2, "l"), (3, "h"), (2, "Escape")):
+                view.page.wait_for_selector(f"main[data-state=ready] h2:text-is('train step {step}')")
+                view.page.keyboard.press(key)
+            break
+        view.page.keyboard.press("Escape")
+        view.wait_for(f"location.hash === {back!r}")
+    view.wait_for(f"location.hash === {back!r}")
+    view.page.wait_for_selector("a.row")
+    view.page.keyboard.press("/")
+    assert view.page.evaluate("document.activeElement.id") == "search"
+    view.page.keyboard.press("Escape")
+    assert view.page.evaluate("document.activeElement.id") != "search"
+
+
+def test_the_values_of_tokens_are_read_by_keyboard(open_page: Any) -> None:
+    view = open_page("#/run/shop/episode/train_000002/0?view=tokens")
+    view.page.wait_for_selector(".tokens .token")
+    view.page.locator("#step-0 .message.agent .tokens").focus()
+    view.page.keyboard.press("ArrowRight")
+    view.page.keyboard.press("ArrowRight")
+    tip = view.texts(".token-tip:visible")[0]
+    assert all(part in tip for part in ("id 2, position 1", '" two"', "-0.5"))
+    assert view.page.locator(":focus").get_attribute("aria-describedby") == "token-tip"
+    view.page.keyboard.press("End")
+    assert "id 4, position 3" in view.texts(".token-tip:visible")[0]
+    view.page.keyboard.press("Escape")  # leaves the tokens, not the page
+    assert view.page.locator(".token-tip:visible").count() == 0
+    assert view.hash().startswith("#/run/shop/episode/train_000002/0")
 
 
 def test_a_live_run_is_followed(open_page: Any, serve: Callable[[Path], str], tmp_path: Path) -> None:
@@ -484,25 +601,60 @@ def test_every_control_has_a_name_and_text_is_readable_in_light_and_dark(open_pa
         assert min(ratios) >= 4.5, f"{scheme}: contrast {min(ratios):.2f}"
 
 
-@pytest.mark.skipif(find_spec("axe_core_python") is None, reason="axe is not installed: pip install -e '.[dev]'")
+needs_axe = pytest.mark.skipif(
+    find_spec("axe_core_python") is None, reason="axe is not installed: pip install -e '.[dev]'"
+)
+PHONE = {"width": 375, "height": 700}
+
+
+def serious_problems(view: Watched) -> list[Any]:
+    view.wait_for("document.querySelector('main').children.length > 0 && !document.querySelector('.loading')")
+    view.page.wait_for_timeout(300)
+    if not view.page.evaluate("'axe' in window"):
+        view.page.evaluate((files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8"))
+    found = view.page.evaluate("""async () => {
+      const { violations, passes } = await axe.run();
+      return { violations, passes: passes.length };
+    }""")
+    assert found["passes"] > 10  # it did look
+    serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
+    return [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
+
+
+@needs_axe
 @pytest.mark.parametrize("address", PAGES)
 def test_axe_finds_nothing_serious(browser: Any, url: str, address: str) -> None:
-    source = (files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
     for scheme in ("light", "dark"):
         view = Watched(browser, color_scheme=scheme, bypass_csp=True)  # the page's own policy lets no other script in
         view.go(url + address)
-        view.wait_for("document.querySelector('main').children.length > 0 && !document.querySelector('.loading')")
-        view.page.wait_for_timeout(300)
-        view.page.evaluate(source)
-        found = view.page.evaluate("""async () => {
-          const { violations, passes } = await axe.run();
-          return { violations, passes: passes.length };
-        }""")
-        assert found["passes"] > 10  # it did look
-        serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
-        shown = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
+        assert serious_problems(view) == [], scheme
+        if scheme == "dark":
+            view.page.set_viewport_size(PHONE)
+            assert serious_problems(view) == [], "on a phone"
         view.context.close()
-        assert shown == [], scheme
+
+
+@needs_axe
+def test_axe_finds_nothing_serious_in_the_help_and_in_an_exported_page(
+    browser: Any, url: str, folder: Path, tmp_path: Path
+) -> None:
+    view = Watched(browser, bypass_csp=True)
+    view.go(url + "#/run/shop/episode/train_000002/0")
+    view.page.wait_for_selector(".conversation")
+    view.page.locator("#step-1 .left-out summary").click()
+    view.page.wait_for_selector(".left-out del")
+    assert serious_problems(view) == [], "with what was left out"
+    view.page.keyboard.press("?")
+    assert view.page.locator("dialog[open]").count() == 1
+    assert serious_problems(view) == [], "with the help"
+    target = tmp_path / "page.html"
+    export_page(Library([folder]), target, episodes=24)
+    for address in ("#/", "#/run/shop/episodes", "#/run/shop/episode/train_000001/0?view=tokens"):
+        view.go("about:blank")
+        view.go(target.as_uri() + address)
+        view.page.wait_for_selector(".chart:visible, a.row, .conversation")
+        assert serious_problems(view) == [], f"exported: {address}"
+    view.context.close()
 
 
 # The contrast of the text colours with the backgrounds they are used on (WCAG: 4.5 for text).
@@ -581,6 +733,23 @@ def test_an_exported_file_needs_no_server(open_page: Any, folder: Path, tmp_path
     view.page.locator("a.row").first.click()
     view.page.wait_for_selector(".conversation")
     assert all(asked.startswith("file:") for asked in view.asked)
+
+
+def test_the_page_works_inside_a_notebook(open_page: Any, folder: Path, tmp_path: Path) -> None:
+    frame = inline_frame(Library([folder / "shop"]))
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title>{frame}", encoding="utf-8")
+    view = open_page("", base=(tmp_path / "notebook.html").as_uri())
+    inside = view.page.frame_locator("iframe")
+    inside.locator(".chart:visible").first.wait_for()
+    inside.locator("a[href='#/run/shop/episodes']").click()
+    inside.locator("a.row").first.wait_for()
+    inside.get_by_label("Stop reason").select_option("error")
+    inside.locator(".count", has_text="5 episodes").wait_for()
+    inside.locator("a.row").first.click()
+    inside.get_by_text("it broke").wait_for()
+    inside.get_by_role("link", name="agent-r1").click()
+    inside.locator(".chart:visible").first.wait_for()
+    assert view.page.evaluate("location.hash") == ""
 
 
 def test_a_run_directory_is_not_changed_by_looking_at_it(browser: Any, tmp_path: Path) -> None:

@@ -350,13 +350,14 @@ def test_a_deleted_run_is_gone_and_said_to_be(run: RunDir, client: TestClient) -
 
 
 def test_evaluations_of_a_run_are_listed_and_damaged_ones_say_so(run: RunDir, client: TestClient) -> None:
-    subject = Subject.of(run.settings, model="m", panel="p")
+    subject = Subject.of(run.settings, model=str(run.path / "checkpoints" / "step_000003"), panel="p")
     outcomes = {"a": {"success": 1.0}, "b": {"success": 0.0}}
     run.evals.mkdir()
     EvalRecord(subject=subject, outcomes=outcomes, metrics={}).save(run.evals / "good.json")
     (run.evals / "bad.json").write_text("{}")
     bad, good = client.get("/api/evaluations", params={"run": "shop"}).json()["evaluations"]
     assert (good["success"], good["stderr"], good["rows"]) == (0.5, 0.5, 2)
+    assert good["model"] == "checkpoints/step_000003"
     assert "not an evaluation" in bad["problem"]
 
 

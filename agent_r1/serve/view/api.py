@@ -8,6 +8,7 @@ from typing import Any
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.runs.outcomes import EvalRecord
 from agent_r1.serve.view.detail import batch_page, episode_page, newest_batch, text_of, tokens_of
+from agent_r1.serve.view.dropped import dropped_page
 from agent_r1.serve.view.library import Library, NotFound, OpenRun
 from agent_r1.vision.picture_store import MEDIA_TYPES, PICTURES, find_picture
 
@@ -31,6 +32,7 @@ class Api:
             "group": self.group,
             "batch": self.batch,
             "tokens": self.tokens,
+            "dropped": self.dropped,
             "text": self.text,
         }
 
@@ -76,7 +78,8 @@ class Api:
                 found.append({"name": path.stem, "problem": str(problem)})
                 continue
             about = record.subject
-            found.append({"name": path.stem, "model": about.model, "split": about.split, "rows": len(record.outcomes),
+            model = about.model.removeprefix(f"{run.reader.path}/")  # its own checkpoints without the way to the run
+            found.append({"name": path.stem, "model": model, "split": about.split, "rows": len(record.outcomes),
                           "success": mean, "stderr": error, "panel": about.panel, "time": record.time})  # fmt: skip
         return {"evaluations": found}
 
@@ -84,7 +87,8 @@ class Api:
         run = self._run(params)
         run.episodes.refresh()
         limit = min(PAGE_ROWS, _whole(params, "limit", PAGE_ROWS))
-        found = run.episodes.find(params, offset=_whole(params, "offset"), limit=limit)
+        # `spread`: instead of a page, so many of all matches, evenly, the first and the last among them.
+        found = run.episodes.find(params, offset=_whole(params, "offset"), limit=limit, spread="spread" in params)
         return {**found, **run.episodes.progress, "success_reward": run.success_reward}
 
     def episode(self, params: Params) -> dict[str, Any]:
@@ -109,6 +113,11 @@ class Api:
         file, n, step = _text(params, "file"), _whole(params, "n"), _whole(params, "step")
         part, start = params.get("part", "prompt"), _whole(params, "start")
         return tokens_of(self._run(params).reader, file, n, step=step, part=part, start=start)
+
+    def dropped(self, params: Params) -> dict[str, Any]:
+        """Return what a step no longer saw of the prompt and response before it."""
+        file, n, step = _text(params, "file"), _whole(params, "n"), _whole(params, "step")
+        return dropped_page(self._run(params).reader, file, n, step=step, start=_whole(params, "start"))
 
     def text(self, params: Params) -> dict[str, Any]:
         file, n, start = _text(params, "file"), _whole(params, "n"), _whole(params, "start")

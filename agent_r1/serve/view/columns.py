@@ -26,6 +26,11 @@ class Part:
     names: dict[str, list[str]]
     codes: dict[str, NDArray[Any]]
 
+    def view(self, start: int, stop: int) -> Part:
+        """Return some of the rows, without copying them."""
+        codes = {column: values[start:stop] for column, values in self.codes.items()}
+        return Part(self.numbers[start:stop], self.names, codes)
+
     @classmethod
     def of(cls, rows: Sequence[Summary]) -> Part:
         texts = {
@@ -42,23 +47,39 @@ class Part:
         return cls(np.array([[getattr(row, name) for name in NUMBERS] for row in rows], float), names, codes)
 
 
-def join(files: Sequence[tuple[str, int, Sequence[Part]]]) -> Columns:
-    """Return the columns of (kind, step, parts) of files: numbers, codes, the names of codes, and the default order."""
+def join(files: Sequence[tuple[str, int, Sequence[Part]]]) -> tuple[Columns, Part]:
+    """Return the columns of (kind, step, parts) of files: numbers, codes, the names of codes, and the default order.
+
+    The part has the same numbers and codes, so that views of it can replace the parts.
+    """
     parts = [part for _, _, some in files for part in some]
     counts = [sum(len(part.numbers) for part in some) for _, _, some in files]
     numbers = np.concatenate([np.zeros((0, len(NUMBERS))), *(part.numbers for part in parts)])
     columns: Columns = {name: numbers[:, index] for index, name in enumerate(NUMBERS)}
     columns["step"] = np.repeat(np.array([step for _, step, _ in files], int), counts)
-    columns["position"] = np.concatenate([np.zeros(0, int), *map(np.arange, counts)])
     kinds = sorted({kind for kind, _, _ in files})
-    columns["kind"] = np.repeat(np.array([kinds.index(kind) for kind, _, _ in files], int), counts)
+    columns["kind"] = np.repeat(np.array([kinds.index(kind) for kind, _, _ in files], np.int32), counts)
     columns["kind_names"] = np.array(kinds, object)
+    whole = Part(numbers, {}, {})
     for column in NAMES:
-        names = sorted({name for part in parts for name in part.names[column]})
-        code = {name: number for number, name in enumerate(names)}
-        own = [np.array([code[name] for name in part.names[column]], int) for part in parts]
-        taken = (new[part.codes[column]] for new, part in zip(own, parts, strict=True))
-        columns[column] = np.concatenate([np.zeros(0, int), *taken])
-        columns[f"{column}_names"] = np.array(names, object)
-    columns["order"] = np.lexsort((columns["position"], columns["kind"], -columns["step"]))  # newest first
-    return columns
+        # Views of one table share its list of names, which may have some of files that are gone.
+        lists = {id(part.names[column]): part.names[column] for part in parts}
+        used = {key: np.zeros(len(names), bool) for key, names in lists.items()}
+        for part in parts:
+            used[id(part.names[column])][part.codes[column]] = True
+        whole.names[column] = sorted({lists[key][number] for key in lists for number in np.flatnonzero(used[key])})
+        code = {name: number for number, name in enumerate(whole.names[column])}
+        new = {key: np.array([code.get(name, -1) for name in names], np.int32) for key, names in lists.items()}
+        taken = (new[id(part.names[column])][part.codes[column]] for part in parts)
+        columns[column] = whole.codes[column] = np.concatenate([np.zeros(0, np.int32), *taken])
+        columns[f"{column}_names"] = np.array(whole.names[column], object)
+    position = np.concatenate([np.zeros(0, int), *map(np.arange, counts)])
+    columns["order"] = np.lexsort((position, columns["kind"], -columns["step"])).astype(np.int32)  # newest first
+    return columns, whole
+
+
+def thin(points: Sequence[Any], most: int) -> list[Any]:
+    """Return at most so many of the points, evenly, the first and the last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(index * (len(points) - 1) / max(1, most - 1))] for index in range(most)]

@@ -89,9 +89,8 @@ def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
     step = steps[index]
     at = f"steps/{index}"
     prompt = step["prompt_ids"]
-    # A role goes on from its own last step, whoever acted in between.
-    earlier = [one for one in steps[:index] if one.get("role", "") == step.get("role", "")][-1:]
-    before = [token for one in earlier for token in (*one["prompt_ids"], *one["response_ids"])]
+    before, _ = seen_before(steps, index)
+    shared = common(before, prompt)
     return {
         "text": _clip(str(step["action_text"]), f"{at}/action_text"),
         "role": str(step.get("role", "")),
@@ -100,8 +99,8 @@ def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
         "calls": [_call(call, f"{at}/calls/{number}") for number, call in enumerate(step["calls"])],
         "reward": step["reward"],
         "prompt_tokens": len(prompt),
-        "shared_tokens": _common(before, prompt),  # of the prompt: seen before, in the same places
-        "kept_all": _common(before, prompt) == len(before),
+        "shared_tokens": shared,  # of the prompt: seen before, in the same places
+        "kept_all": shared == len(before),
         "sampled_tokens": len(step["response_ids"]),
         "tokens": token_page(run, step, "response", 0),
         "temperature": step.get("temperature"),
@@ -115,6 +114,18 @@ def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
         "summary": step.get("summary"),
         "info": _clip(dump_json(step.get("info") or {}, default=str), f"{at}/info"),
     }
+
+
+def seen_before(steps: Sequence[Mapping[str, Any]], index: int) -> tuple[list[int], int]:
+    """Return the prompt and the response of the last step of the same role, and the length of that prompt.
+
+    A role goes on from its own last step, whoever acted in between.
+    """
+    role = steps[index].get("role", "")
+    for earlier in reversed(steps[:index]):
+        if earlier.get("role", "") == role:
+            return [*earlier["prompt_ids"], *earlier["response_ids"]], len(earlier["prompt_ids"])
+    return [], 0
 
 
 def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -149,7 +160,7 @@ def batch_page(run: OpenRun, name: str) -> dict[str, Any]:
     An episode has steps [start, seconds of sampling, seconds of waiting, number of what it waited for, number of its
     role]; the numbers are indices into `names`. One that cannot be read takes no time, and changes nothing for others.
     """
-    rows, lines = run.episodes.require(name).rows, open_file(run.reader, name).lines()
+    rows, lines = run.episodes.summaries(name), open_file(run.reader, name).lines()
     read = [None if row.stop == UNREADABLE else times(line) for row, line in zip(rows, lines, strict=False)]
     known = [each for each in read if each is not None]
     recorded = bool(known) and all(each.started is not None for each in known)
@@ -210,11 +221,14 @@ def token_page(run: RunReader, step: Mapping[str, Any], part: str, start: int) -
             is_numbers = isinstance(column, list) and len(column) == len(ids) > 0 and name != "response_ids"
             if is_numbers and all(isinstance(value, int | float | str) for value in column[:8]):
                 values[_NAMES.get(name, name)] = column[start : start + TOKENS]
+    return {"ids": shown, "texts": token_texts(run, shown), "values": values, "start": start, "total": len(ids)}
+
+
+def token_texts(run: RunReader, ids: Sequence[int]) -> list[str] | None:
     try:
-        texts: list[str] | None = spell_pictures(shown, [_spell(text) for text in run.token_texts(shown)])
+        return spell_pictures(ids, [_spell(text) for text in run.token_texts(ids)])
     except (DataError, OSError, ValueError):
-        texts = None  # older runs did not write the texts of their tokens
-    return {"ids": shown, "texts": texts, "values": values, "start": start, "total": len(ids)}
+        return None  # older runs did not write the texts of their tokens
 
 
 def tokens_of(run: RunReader, name: str, position: int, *, step: int, part: str, start: int) -> dict[str, Any]:
@@ -260,7 +274,7 @@ def _unescape(key: str) -> str:
     return key.replace("~1", "/").replace("~0", "~")
 
 
-def _common(before: Sequence[int], after: Sequence[int]) -> int:
+def common(before: Sequence[int], after: Sequence[int]) -> int:
     """Return the length of the common beginning."""
     limit = min(len(before), len(after))
     if before[:limit] == after[:limit]:

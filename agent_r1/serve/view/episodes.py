@@ -1,4 +1,4 @@
-"""The episodes of a run in memory: numbers as columns, texts as one block per file. Filtered, sorted and paged.
+"""The episodes of a run: numbers in memory as columns, texts on disk. Filtered, sorted and paged.
 
 Files are read in the background, newest step first, and followed by byte offset while they grow. Questions are answered
 from what has been read so far; `progress` says how much that is.
@@ -6,13 +6,13 @@ from what has been read so far; `progress` says how much that is.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
-from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -24,32 +24,15 @@ from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.statistics import standard_error
 from agent_r1.runs.trajectories import RecordFile
-from agent_r1.serve.view.columns import NUMBERS, Columns, Part, join
+from agent_r1.serve.view.columns import NUMBERS, Columns, Part, join, thin
+from agent_r1.serve.view.scratch import Scratch, Shelf
 from agent_r1.serve.view.summary import Summary, summarize
 from agent_r1.types import StopReason
 
-BATCH = 256  # records summarised before they are published
+BATCH, BATCH_BYTES = 256, 2**25  # records summarised before they are published, and their size
 PATIENCE = 0.1  # seconds that a question waits for new records to be read
 LOOK_SECONDS = 1.0
 FAILURES = tuple(reason.value for reason in StopReason if reason.is_failure)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The texts and numbers of some episodes that follow each other in a file."""
-
-    first: int  # position of the first of them
-    texts: bytes  # each with a zero byte at its end
-    ends: array[int]
-    part: Part
-
-    def containing(self, needle: bytes) -> Iterator[int]:
-        """Yield the positions of the episodes whose text contains the needle."""
-        at = self.texts.find(needle)
-        while at >= 0:
-            number = bisect_right(self.ends, at)
-            yield self.first + number
-            at = self.texts.find(needle, self.ends[number])
 
 
 @dataclass(slots=True)
@@ -59,13 +42,25 @@ class FileIndex:
     records: RecordFile
     kind: str
     step: int
+    summaries: Shelf  # as JSON
+    texts: Shelf  # to search, each with a zero byte at its end
     stamp: tuple[int, int, int] = (0, 0, 0)  # inode, size and time of the last change when it was last read
-    rows: list[Summary] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    count: int = 0  # of records that were read
+    parts: list[Part] = field(default_factory=list)
+    statistics: tuple[int, dict[str, float]] = (0, {})  # and the count that they were made of
 
     @property
     def name(self) -> str:
         return self.records.path.name.split(".")[0]
+
+    def summary(self, position: int) -> Summary:
+        return Summary(*json.loads(self.summaries[position]))
+
+    def row(self, position: int) -> dict[str, Any]:
+        """Return a row of the table, as it can be written as JSON."""
+        values = self.summary(position)._asdict()
+        finite = {name: value if np.isfinite(value) else str(value) for name in NUMBERS for value in [values[name]]}
+        return {"file": self.name, "n": position, "kind": self.kind, "step": self.step, **values, **finite}
 
 
 class EpisodeIndex:
@@ -81,7 +76,7 @@ class EpisodeIndex:
         self._version = 0  # of what is published
         self._total = 1  # records in all files; not known yet, so that nobody takes the run to be empty
         self._columns: tuple[int, Columns, list[tuple[FileIndex, int]]] | None = None
-        self._stats: dict[str, tuple[int, dict[str, float]]] = {}
+        self._summaries, self._texts = Scratch(), Scratch()
 
     def refresh(self, patience: float = PATIENCE, *, at_once: bool = False) -> None:
         """Start to read what is new, and wait a little for it. Looks for it at most once a second, or `at_once`."""
@@ -102,7 +97,7 @@ class EpisodeIndex:
     @property
     def progress(self) -> dict[str, int]:
         with self._lock:
-            read = sum(len(file.rows) for file in self._files.values())
+            read = sum(file.count for file in self._files.values())
             return {"read": read, "total": max(read, self._total)}
 
     def require(self, name: str) -> FileIndex:
@@ -136,11 +131,12 @@ class EpisodeIndex:
                 stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
                 if known is None or _is_rewritten(known.stamp, stamp):
                     kind, _, step = name.rpartition("_")
-                    known = FileIndex(records=records, kind=kind, step=int(step) if step.isdecimal() else 0)
+                    number = int(step) if step.isdecimal() else 0
+                    known = FileIndex(records, kind, number, Shelf(self._summaries), Shelf(self._texts))
                 if known.stamp != stamp:
                     known.stamp = stamp
                     found.append(known)
-                total += len(known.records) if known.records.path.suffix != ".gz" else len(known.rows)
+                total += len(known.records) if known.records.path.suffix != ".gz" else known.count
             except (OSError, DataError):
                 continue  # deleted in this moment, or damaged
             present[name] = known
@@ -155,13 +151,14 @@ class EpisodeIndex:
         return sorted(found, key=lambda file: (file.step, file.kind), reverse=True)
 
     def _read(self, file: FileIndex) -> None:
-        batch = list[bytes]()
+        batch, size = list[bytes](), 0
         try:
-            for line in file.records.lines(start=len(file.rows)):
+            for line in file.records.lines(start=file.count):
                 batch.append(line)
-                if len(batch) == BATCH:
+                size += len(line)
+                if len(batch) == BATCH or size > BATCH_BYTES:
                     self._publish(file, batch)
-                    batch = []
+                    batch, size = [], 0
         except (OSError, DataError):
             pass  # deleted while it was read, or damaged from here on: keep what was read
         self._publish(file, batch)
@@ -170,35 +167,50 @@ class EpisodeIndex:
         if not batch:
             return
         read = list(map(summarize, batch))  # outside the lock: the slow part
-        ends = array("Q", accumulate(len(text) + 1 for _, text in read))
         rows = [summary for summary, _ in read]
-        block = Block(len(file.rows), b"".join(text + b"\0" for _, text in read), ends, Part.of(rows))
+        part = Part.of(rows)
+        shelved = [
+            (file.summaries, [json.dumps(row).encode() for row in rows]),
+            (file.texts, [text + b"\0" for _, text in read]),
+        ]
+        places = [(shelf, shelf.scratch.append(b"".join(texts)), list(map(len, texts))) for shelf, texts in shelved]
         with self._lock:
-            file.blocks.append(block)
-            file.rows += rows
+            for shelf, at, lengths in places:
+                shelf.add(at, lengths)
+            file.parts.append(part)
+            file.count += len(rows)
             self._version += 1
 
     def _table(self) -> tuple[Columns, list[tuple[FileIndex, int]]]:
         """Return all columns, and for each file its index of the first row. Call with the lock."""
         if self._columns is None or self._columns[0] != self._version:
             files = list(self._files.values())
-            firsts = accumulate((len(file.rows) for file in files), initial=0)
+            firsts = accumulate((file.count for file in files), initial=0)
             starts = list(zip(files, firsts, strict=False))
-            columns = join([(file.kind, file.step, [block.part for block in file.blocks]) for file in files])
+            columns, whole = join([(file.kind, file.step, file.parts) for file in files])
+            for file, start in starts:
+                file.parts = [whole.view(start, start + file.count)]  # numbers are kept once
             self._columns = (self._version, columns, starts)
         return self._columns[1], self._columns[2]
 
-    def find(self, asked: Mapping[str, str], *, offset: int, limit: int) -> dict[str, Any]:
-        """Return the matching episodes from `offset` on, and counts of all matches by stop reason and tool."""
+    def _rows_of(self, file: FileIndex) -> tuple[Columns, slice]:
+        """Return all columns and where those of a file are. Call with the lock."""
+        columns, starts = self._table()
+        start = next((start for one, start in starts if one is file), None)
+        return columns, slice(0) if start is None else slice(start, start + file.count)  # deleted in this moment
+
+    def find(self, asked: Mapping[str, str], *, offset: int, limit: int, spread: bool = False) -> dict[str, Any]:
+        """Return the matching episodes from `offset` on, or `limit` of them that are evenly spread over all, and counts
+        of all matches by stop reason and tool."""
         with self._lock:
             columns, starts = self._table()
             chosen = self._select(columns, starts, asked)
             order = self._sort(columns, chosen, asked.get("sort") or "-step")
             firsts = [start for _, start in starts]
             page = []
-            for index in order[offset : offset + limit]:
+            for index in thin(order.tolist(), limit) if spread else order[offset : offset + limit]:
                 file, start = starts[bisect_right(firsts, int(index)) - 1]
-                page.append(_row(file, int(index) - start))
+                page.append(file.row(int(index) - start))
             return {"matches": len(order), "rows": page, **_facets(columns, chosen)}
 
     def _select(self, columns: Columns, starts: list[tuple[FileIndex, int]], asked: Mapping[str, str]) -> NDArray[Any]:
@@ -218,7 +230,7 @@ class EpisodeIndex:
                 chosen &= columns[key] <= _number(f"{key}_max", asked[f"{key}_max"])
         if asked.get("step"):
             chosen &= columns["step"] == _number("step", asked["step"])
-        if needle := asked.get("text", "").casefold().encode("utf-8", "replace"):
+        if needle := asked.get("text", "").casefold().replace("\0", " ").encode("utf-8", "replace"):
             chosen &= _containing(needle, starts, chosen)
         return chosen
 
@@ -233,16 +245,25 @@ class EpisodeIndex:
         values = columns[name][order]
         return np.take(order, np.argsort(-values if key.startswith("-") else values, kind="stable"))
 
+    def summaries(self, name: str) -> list[Summary]:
+        """Return all rows of one file."""
+        file = self.require(name)
+        return [file.summary(position) for position in range(file.count)]
+
     def group(self, name: str, row: str) -> list[dict[str, Any]]:
         """Return the attempts at one row in one file."""
         file = self.require(name)
         with self._lock:
-            return [_row(file, n) for n, summary in enumerate(file.rows) if summary.row == row]
+            columns, here = self._rows_of(file)
+            [codes] = np.nonzero(columns["row_names"] == row)
+            return [file.row(int(n)) for n in np.flatnonzero(np.isin(columns["row"][here], codes))]
 
     def neighbours(self, name: str, row: str) -> dict[str, str | None]:
         """Return the rows before and after this one in its file."""
         file = self.require(name)
-        rows = list(dict.fromkeys(summary.row for summary in file.rows))
+        with self._lock:
+            columns, here = self._rows_of(file)
+            rows = list(dict.fromkeys(columns["row_names"][columns["row"][here]]))
         at = rows.index(row) if row in rows else -1
         return {
             "before": rows[at - 1] if at > 0 else None,
@@ -251,36 +272,30 @@ class EpisodeIndex:
 
     def statistics(self, success_reward: float) -> dict[str, list[dict[str, float]]]:
         """Return per kind and step: standard errors over rows of reward and success, seconds of sampling and tools."""
-        with self._lock:
-            files = [(file, list(file.rows)) for file in self._files.values()]
         result: dict[str, list[dict[str, float]]] = {}
-        for file, rows in files:
-            cached = self._stats.get(file.name)
-            if cached is None or cached[0] != len(rows):
-                cached = self._stats[file.name] = (len(rows), _statistics(rows, success_reward))
-            if rows:
-                result.setdefault(file.kind, []).append({"step": file.step, **cached[1]})
+        with self._lock:
+            columns, starts = self._table()
+            failed = np.isin(columns["stop_names"], FAILURES)[columns["stop"]]
+            for file, start in starts:
+                if file.statistics[0] != file.count:
+                    here = slice(start, start + file.count)
+                    file.statistics = (file.count, _statistics(columns, here, failed, success_reward))
+                if file.count:
+                    result.setdefault(file.kind, []).append({"step": file.step, **file.statistics[1]})
         return {kind: sorted(steps, key=lambda entry: entry["step"]) for kind, steps in result.items()}
 
 
 def _containing(needle: bytes, starts: list[tuple[FileIndex, int]], wanted: NDArray[Any]) -> NDArray[Any]:
-    hits = np.zeros_like(wanted)
+    hits, buffer = np.zeros_like(wanted), bytearray()
     for file, start in starts:
-        if wanted[start : start + len(file.rows)].any():
-            found = [position for block in file.blocks for position in block.containing(needle)]
-            hits[start + np.array(found, int)] = True
+        found = list(file.texts.containing(needle, wanted[start : start + file.count], buffer))
+        hits[start + np.array(found, int)] = True
     return hits
 
 
 def _is_rewritten(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
     """A resumed run writes the files of its repeated steps anew."""
     return before[0] != now[0] or now[1] < before[1] or (now[1] == before[1] and now[2] != before[2])
-
-
-def _row(file: FileIndex, position: int) -> dict[str, Any]:
-    values = file.rows[position]._asdict()
-    finite = {name: value if np.isfinite(value) else str(value) for name in NUMBERS for value in [values[name]]}
-    return {"file": file.name, "n": position, "kind": file.kind, "step": file.step, **values, **finite}
 
 
 def _facets(columns: Columns, chosen: NDArray[Any]) -> dict[str, Any]:
@@ -317,21 +332,21 @@ def _number(name: str, text: str) -> float:
         raise ConfigError(f"{name} must be a number, got {text[:40]!r}") from None
 
 
-def _statistics(rows: list[Summary], success_reward: float) -> dict[str, float]:
-    def error(value: Callable[[Summary], float]) -> float:
+def _statistics(columns: Columns, here: slice, failed: NDArray[Any], success_reward: float) -> dict[str, float]:
+    _, rows = np.unique(columns["row"][here], return_inverse=True)
+
+    def error(values: NDArray[Any]) -> float:
         """Attempts at one row are not independent, so the error is that of the means of rows."""
-        means: dict[str, list[float]] = {}
-        for row in rows:
-            means.setdefault(row.row, []).append(0.0 if row.stop in FAILURES else value(row))
-        result = standard_error([float(np.mean(values)) for values in means.values()])
+        means = np.bincount(rows, np.where(failed[here], 0.0, values)) / np.bincount(rows)
+        result = standard_error(means.tolist())
         return result if np.isfinite(result) else 0.0
 
     return {
-        "reward_stderr": error(lambda row: row.reward),
-        "success_stderr": error(lambda row: float(row.outcome >= success_reward)),
-        "sampling": sum(row.sampling for row in rows),
-        "waiting": sum(row.waiting for row in rows),
-        "episodes": len(rows),
+        "reward_stderr": error(columns["reward"][here]),
+        "success_stderr": error(columns["outcome"][here] >= success_reward),
+        "sampling": float(columns["sampling"][here].sum()),
+        "waiting": float(columns["waiting"][here].sum()),
+        "episodes": here.stop - here.start,
     }
 
 

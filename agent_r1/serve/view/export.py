@@ -25,12 +25,43 @@ from agent_r1.serve.view.server import static_files
 READ_SECONDS = 3600.0
 PROMPT_TOKENS = 600  # longer prompts are left out: every step repeats the one before
 PICTURE_BYTES = 32 * 2**20  # of all pictures in a file, which has them in base64; others are left out
+INLINE_BYTES = 2**21  # of a page in a notebook, which is saved with it
+INLINE_EPISODES = (60, 16, 4)  # tried in turn
+INLINE_SOURCE_BYTES = 2**28  # of the episodes of a run that is shown in a notebook
 _IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 
 
 def export_page(library: Library, target: Path, *, episodes: int) -> dict[str, int]:
     """Write the file and return how many runs and episodes it holds."""
+    text, counts = page_text(library, episodes=episodes)
+    with write_atomically(target) as part:
+        part.write_text(text, encoding="ascii")
+    return {**counts, "bytes": len(text)}
+
+
+def inline_frame(library: Library, *, most: int = INLINE_BYTES) -> str | None:
+    """Return the page as a frame for a notebook, with as many episodes as have room; None if even a few are too large.
+
+    The frame has no origin, so its scripts reach neither the notebook nor its server, and its page keeps the policy of
+    an exported file.
+    """
+    files = [file for run in library.runs() for file in run.reader.files()]
+    if sum(file.path.stat().st_size for file in files) > INLINE_SOURCE_BYTES:
+        return None  # reading everything would take long
+    for episodes in INLINE_EPISODES:
+        text, _ = page_text(library, episodes=episodes)
+        quoted = text.replace("&", "&amp;").replace("'", "&#39;")
+        if len(quoted) <= most:
+            return (
+                f"<iframe sandbox='allow-scripts allow-downloads' srcdoc='{quoted}' title='agent-r1 view' "
+                "style='width: 100%; height: 640px; border: 1px solid #8888'></iframe>"
+            )
+    return None
+
+
+def page_text(library: Library, *, episodes: int) -> tuple[str, dict[str, int]]:
+    """Return the file's content, and how many runs and episodes it holds."""
     runs = library.runs()
     if not runs:
         raise ConfigError(f"no runs to export in {', '.join(map(str, library.places))}: name a run directory")
@@ -45,15 +76,13 @@ def export_page(library: Library, target: Path, *, episodes: int) -> dict[str, i
     note = f"exported {time.strftime('%Y-%m-%d')}: {kept:,} of {total:,} episodes"
     store = {"runs": api.runs({})["runs"], "data": data, "pictures": pictures, "note": note}
     text = _page(json.dumps(store, ensure_ascii=True, allow_nan=False, default=str))
-    with write_atomically(target) as part:
-        part.write_text(text, encoding="ascii")
-    return {"runs": len(runs), "episodes": kept, "total": total, "bytes": len(text)}
+    return text, {"runs": len(runs), "episodes": kept, "total": total}
 
 
 def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
     asked = {"run": run.name}
     rows = _choose(run, episodes)
-    pages, tokens = {}, {}
+    pages, tokens, dropped = {}, {}, {}
     for row in rows:
         where = {**asked, "file": row["file"], "n": str(row["n"])}
         try:
@@ -63,7 +92,10 @@ def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
         pages[f"{row['file']}/{row['n']}"] = page
         for index, step in enumerate(page["steps"]):
             if step["prompt_tokens"] <= PROMPT_TOKENS:
-                tokens[f"{row['file']}/{row['n']}/{index}/0"] = api.tokens({**where, "step": str(index)})
+                at = f"{row['file']}/{row['n']}/{index}/0"
+                tokens[at] = api.tokens({**where, "step": str(index)})
+                if not step["kept_all"]:
+                    dropped[at] = api.dropped({**where, "step": str(index)})
     files = dict.fromkeys(row["file"] for row in rows)
     return {
         "batches": {name: api.batch({**asked, "file": name}) for name in files},
@@ -74,6 +106,7 @@ def _run_data(api: Api, run: OpenRun, episodes: int) -> dict[str, Any]:
         "episodes": rows,
         "episode": pages,
         "tokens": tokens,
+        "dropped": dropped,
         "success_reward": run.success_reward,
     }
 

@@ -15,6 +15,7 @@ from typing import Any
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import anchored
 from agent_r1.runs.reader import RunReader, is_run
+from agent_r1.serve.view.columns import thin
 from agent_r1.serve.view.episodes import EpisodeIndex
 from agent_r1.serve.view.tail import MetricsTail
 
@@ -176,10 +177,3 @@ def check_places(places: Sequence[Path]) -> None:
     for place in places:
         if not anchored(place).is_dir():
             raise ConfigError(f"{place} is not a folder: name a run directory, or a folder of runs")
-
-
-def thin(points: Sequence[Any], most: int) -> list[Any]:
-    """Return at most so many of the points, evenly, the first and the last among them."""
-    if len(points) <= most:
-        return list(points)
-    return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]

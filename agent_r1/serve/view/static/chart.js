@@ -204,7 +204,7 @@ export class Chart {
   listen() {
     const place = (event) => event.clientX - this.canvas.getBoundingClientRect().left;
     this.canvas.addEventListener("pointerdown", (event) => {
-      if (event.pointerType === "mouse") this.drag = { from: place(event), to: null };
+      this.drag = { from: place(event), to: null };
     });
     this.canvas.addEventListener("pointermove", (event) => {
       if (this.drag && Math.abs(place(event) - this.drag.from) > 5) this.drag.to = place(event);
@@ -216,10 +216,12 @@ export class Chart {
       if (drag && drag.to !== null) this.shared.onZoom([this.valueAt(Math.min(drag.from, drag.to)), this.valueAt(Math.max(drag.from, drag.to))]);
       else this.open(event);
     });
-    this.canvas.addEventListener("pointerleave", () => {
-      this.drag = null;
-      this.moveCursor(null);
-    });
+    for (const end of ["pointerleave", "pointercancel"]) { // cancelled: the finger scrolls the page
+      this.canvas.addEventListener(end, () => {
+        this.drag = null;
+        this.moveCursor(null);
+      });
+    }
     this.canvas.addEventListener("dblclick", () => this.shared.onZoom(null));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.canvas.addEventListener("blur", () => this.moveCursor(null));
@@ -230,10 +232,28 @@ export class Chart {
     const at = xs.indexOf(this.shared.cursor);
     if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
       const next = at < 0 ? xs.length - 1 : at + (event.key === "ArrowRight" ? 1 : -1);
-      this.moveCursor(xs[Math.max(0, Math.min(xs.length - 1, next))], this.scale.x(xs[Math.max(0, Math.min(xs.length - 1, next))]));
+      const x = xs[Math.max(0, Math.min(xs.length - 1, next))];
+      const { x0, x1 } = this.scale;
+      const beyond = Math.max(0, x - x1) + Math.min(0, x - x0); // the zoom follows the cursor
+      if (this.shared.zoom && beyond) this.shared.onZoom([x0 + beyond, x1 + beyond]);
+      this.moveCursor(x, this.scale.x(x));
       event.preventDefault();
-    } else if (event.key === "Enter" && at >= 0) this.onOpen?.(this.series[0], xs[at]);
+    } else if (["+", "=", "-"].includes(event.key)) this.zoomBy(event.key === "-" ? 2 : 0.5, xs);
+    else if (event.key === "Enter" && at >= 0) this.onOpen?.(this.series[0], xs[at]);
     else if (event.key === "Escape") this.shared.onZoom(null);
+  }
+
+  /** Makes the range so many times as wide, around the cursor or the middle. All of it: no zoom. */
+  zoomBy(factor, xs) {
+    const { x0, x1 } = this.scale;
+    const width = (x1 - x0) * factor;
+    if (xs.length < 2 || width >= xs.at(-1) - xs[0]) {
+      this.shared.onZoom(null);
+      return;
+    }
+    const centre = this.shared.cursor ?? (x0 + x1) / 2;
+    const low = Math.max(xs[0], Math.min(xs.at(-1) - width, centre - width / 2));
+    this.shared.onZoom([low, low + width]);
   }
 
   valueAt(pixel) {

@@ -90,21 +90,55 @@ function seenByModel(step, index, where) {
   const change = index === 0 ? "" : step.kept_all ? `, ${number(step.prompt_tokens - step.shared_tokens)} of them new` : `; the history was rewritten after token ${number(step.shared_tokens)}`;
   const hidden = step.hidden_messages ? ` A context policy hid or changed ${plural(step.hidden_messages, "message")}.` : "";
   const details = h("details.prompt", {}, h("summary", {}, `What the model saw: ${plural(step.prompt_tokens, "token")}${change}`), hidden && h("p.hint", {}, hidden), body);
+  whenOpened(details, body, async () => {
+    const fetchFrom = (start) => ask("tokens", { ...where, step: index, part: "prompt", start });
+    const prefix = [[0, index > 0 ? step.shared_tokens : 0]];
+    const [first, kept] = await Promise.all([fetchFrom(0), step.kept_all ? prefix : ask("dropped", { ...where, step: index }).then((found) => found.kept, () => prefix)]);
+    const isOld = (position) => kept.some(([start, length]) => position >= start && position < start + length);
+    return [kept.some(([, length]) => length > 0) && h("p.hint", {}, "Pale: already seen in an earlier step."), tokenBlock(first, "prompt", "mask", 1, fetchFrom, isOld)];
+  });
+  return details;
+}
+
+/** Fills the body of a <details> when it is first opened. */
+function whenOpened(details, body, fetchContent) {
   details.addEventListener("toggle", async () => {
     if (!details.open || body.childNodes.length) return;
-    const fetchFrom = (start) => ask("tokens", { ...where, step: index, part: "prompt", start });
     replace(body, "Reading…");
     try {
-      const first = await fetchFrom(0);
-      const block = tokenBlock(first, "prompt", "mask", 1, fetchFrom);
-      const spans = block.querySelectorAll(".token");
-      for (let number = 0; number < Math.min(step.shared_tokens, spans.length); number += 1) if (index > 0) spans[number].classList.add("old");
-      replace(body, index > 0 && step.shared_tokens > 0 && h("p.hint", {}, "Pale: already seen in an earlier step."), block);
+      replace(body, await fetchContent());
     } catch (error) {
       replace(body, error.message);
     }
   });
+}
+
+/** What a rewritten prompt lacks of the prompt and the answer before it, struck through. */
+function leftOut(step, index, where) {
+  const body = h("div.seen");
+  const details = h("details.prompt.left-out", {}, h("summary", {}, "What was left out of it"), body);
+  whenOpened(details, body, async () => {
+    const found = await ask("dropped", { ...where, step: index });
+    const list = h("div", {}, found.parts.map(droppedPart));
+    let shown = tokensIn(found);
+    const more = h("button.quiet", { hidden: shown >= found.total }, "Show more");
+    more.addEventListener("click", async () => {
+      const next = await ask("dropped", { ...where, step: index, start: shown });
+      list.append(...next.parts.map(droppedPart));
+      shown += tokensIn(next);
+      more.hidden = shown >= found.total || !next.parts.length;
+    });
+    return [h("p.hint", {}, `${plural(found.total, "token")} of the last prompt and the answer to it are not in this prompt.`), list, more];
+  });
   return details;
+}
+
+const tokensIn = (found) => found.parts.reduce((sum, part) => sum + part.ids.length, 0);
+
+function droppedPart(part) {
+  const text = part.texts ? part.texts.join("") : part.ids.map((id) => `#${id}`).join(" ");
+  const origin = part.was_sampled ? "written by the model" : "given to the model";
+  return h("div.dropped", {}, h("small", {}, `${plural(part.ids.length, "token")}, ${origin}; stood after token ${number(part.at)} of this prompt`), h("del.tokens", {}, text));
 }
 
 function stepFacts(step) {
@@ -133,7 +167,7 @@ function stepBlock(step, index, where, mode, isCompact) {
   const pictures = pictureRow(step.pictures, where.run);
   const reply = pictures ? bubble("env", "environment", step.feedback.length > 0 && longText(step.feedback, where), pictures) : step.feedback.length > 0 && (step.calls.length ? h("details", {}, h("summary", {}, "Reply of the environment, in full"), longText(step.feedback, where)) : bubble("env", "environment", longText(step.feedback, where)));
   const info = step.info.length > 2 && h("details", {}, h("summary", {}, "Notes of the environment"), longText(step.info, where));
-  return h("section.step", { id: `step-${index}` }, !isCompact && seenByModel(step, index, where), bubble("agent", h("span", {}, h("b", {}, label), role, h("small", {}, stepFacts(step).slice(0, isCompact ? 1 : 99).join(" · "))), said), !isCompact || !step.calls.length ? reply : null, !isCompact && info);
+  return h("section.step", { id: `step-${index}` }, !isCompact && seenByModel(step, index, where), !isCompact && !step.kept_all && leftOut(step, index, where), bubble("agent", h("span", {}, h("b", {}, label), role, h("small", {}, stepFacts(step).slice(0, isCompact ? 1 : 99).join(" · "))), said), !isCompact || !step.calls.length ? reply : null, !isCompact && info);
 }
 
 export function conversation(page, run, mode, isCompact = false) {

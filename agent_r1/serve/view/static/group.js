@@ -74,12 +74,35 @@ export async function groupPage(root, [run, file, row], signal) {
   }, { signal });
 }
 
+const SIDES = [["a", "A (left)"], ["b", "B (right)"]];
+const keyOf = (one) => `${one.file}/${one.n}`;
+
+/** The attempts at a row: spread over all steps if there are many, and those that the address names. */
+async function attemptsAt(run, row, signal) {
+  let answer;
+  do answer = await ask("episodes", { run, row, sort: "step", limit: 200, spread: 1 }, signal);
+  while (answer.read < answer.total && !signal.aborted);
+  const known = new Set(answer.rows.map(keyOf));
+  const { a = "", b = "" } = currentRoute().params;
+  const missing = [a, b].filter((key) => key.includes("/") && !known.has(key)).map((key) => key.split("/")[0]);
+  const groups = await Promise.all([...new Set(missing)].map((file) => ask("group", { run, file, row }, signal).catch(() => ({ attempts: [] }))));
+  const named = groups.flatMap((group) => group.attempts).filter((one) => [a, b].includes(keyOf(one)) && !known.has(keyOf(one)));
+  return { ...answer, rows: [...answer.rows, ...named].sort((one, other) => one.step - other.step) };
+}
+
 export async function rowPage(root, [run, row], signal) {
   replace(root, h("p.loading", {}, "Looking for this row…"));
+  let choose = () => {};
+  let move = () => {};
+  document.addEventListener("shortcut", ({ detail }) => {
+    if (detail === "a" || detail === "b") choose(detail);
+    if (detail === "j") move(1);
+    if (detail === "k") move(-1);
+    if (detail === "Escape") go(["run", run, "episodes"], { row });
+  }, { signal });
   let answer;
   try {
-    do answer = await ask("episodes", { run, row, sort: "step", limit: 200 }, signal);
-    while (answer.read < answer.total && !signal.aborted);
+    answer = await attemptsAt(run, row, signal);
   } catch (error) {
     failed(root, run, error);
     return;
@@ -89,29 +112,46 @@ export async function rowPage(root, [run, row], signal) {
     failed(root, run, new Error(`No episode of ${row} was kept.`));
     return;
   }
-  const side = h("div.side-by-side.two");
+  const { rows } = answer;
+  const columnsOf = h("div.side-by-side.two");
   const strip = h("div.strip", { role: "group", "aria-label": "Attempts by step" });
-  const key = (one) => `${one.file}/${one.n}`;
-  const pick = (name, fallback) => answer.rows.find((one) => key(one) === currentRoute().params[name]) ?? fallback;
+  const picked = () => ({ a: pick("a", rows[0]), b: pick("b", rows.at(-1)) });
+  const pick = (name, fallback) => rows.find((one) => keyOf(one) === currentRoute().params[name]) ?? fallback;
+  let side = "b"; // where the next attempt goes
+  const sides = h("span.segments", { role: "group", "aria-label": "Choose the attempt for" }, SIDES.map(([name, label]) => h("button", { "data-side": name, title: `Press ${name}`, onclick: () => choose(name) }, label)));
+  const mark = () => {
+    for (const button of sides.children) button.setAttribute("aria-pressed", String(button.dataset.side === side));
+  };
+  choose = (name) => {
+    side = name;
+    mark();
+  };
+  const put = (name, one) => {
+    setParams({ [name]: keyOf(one) });
+    return draw();
+  };
+  move = (by) => put(side, rows[Math.max(0, Math.min(rows.length - 1, rows.indexOf(picked()[side]) + by))]);
   const draw = async () => {
-    const [a, b] = [pick("a", answer.rows[0]), pick("b", answer.rows.at(-1))];
-    replace(strip, answer.rows.map((one) => dot(one, key(one) === key(a) ? "A" : key(one) === key(b) ? "B" : "", answer.success_reward, (name) => {
-      setParams({ [name]: key(one) });
-      draw();
-    })));
+    const { a, b } = picked();
+    const focused = [...strip.children].indexOf(document.activeElement);
+    replace(strip, rows.map((one) => dot(one, [one === a && "A", one === b && "B"].filter(Boolean).join(""), answer.success_reward, (isLeft) => put(isLeft ? "a" : side, one))));
+    if (focused >= 0) strip.children[focused].focus();
     const columns = [a, b].map((one) => column(run, one, answer.success_reward));
-    replace(side, columns.map((one) => one.element));
+    replace(columnsOf, columns.map((one) => one.element));
     const [left, right] = await Promise.all(columns.map((one) => one.loaded));
-    if (left && right && key(a) !== key(b)) markDifferences(columns[0].element, columns[1].element);
+    if (left && right && a !== b) markDifferences(columns[0].element, columns[1].element);
     root.dataset.state = "ready";
   };
+  mark();
+  const shown = rows.length < answer.matches ? `, of which ${rows.length} are shown, spread over all steps` : "";
   replace(
     root,
     runTabs(run, ""),
-    h("h2", {}, answer.rows[0].question || row),
-    h("p.hint", {}, `${plural(answer.matches, "attempt")} at ${row}${answer.matches > 200 ? ", of which 200 are shown" : ""}. A click puts an attempt on the right, a click with Shift on the left. Marked words differ.`),
+    h("h2", {}, rows[0].question || row),
+    h("p.hint", {}, `${plural(answer.matches, "attempt")} at ${row}${shown}. Marked words differ.`),
+    h("div.bar", {}, h("span.pair", {}, "Choose", sides), h("span.hint", {}, "Click an attempt, or press a or b, then j and k.")),
     strip,
-    side,
+    columnsOf,
   );
   await draw();
 }
@@ -119,5 +159,5 @@ export async function rowPage(root, [run, row], signal) {
 function dot(one, letter, success, choose) {
   const won = one.outcome >= success && !["error", "timeout"].includes(one.stop);
   const label = `${one.kind} step ${one.step}: reward ${number(one.reward)}`;
-  return h(`button.dot${won ? ".won" : ""}${letter ? ".chosen" : ""}`, { title: label, onclick: (event) => choose(event.shiftKey ? "a" : "b") }, h("small", {}, `${one.step}`), h("b", {}, `${won ? "✓" : "✗"} ${letter}`.trim()));
+  return h(`button.dot${won ? ".won" : ""}${letter ? ".chosen" : ""}`, { title: label, onclick: (event) => choose(event.shiftKey) }, h("small", {}, `${one.step}`), h("b", {}, `${won ? "✓" : "✗"} ${letter}`.trim()));
 }

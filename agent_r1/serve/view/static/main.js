@@ -4,7 +4,7 @@ import { command, empty, forgetColours, h, number, percent, replace } from "./do
 import { episodePage } from "./episode.js";
 import { episodesPage } from "./episodes.js";
 import { groupPage, rowPage } from "./group.js";
-import { currentRoute, hrefTo } from "./router.js";
+import { currentRoute, go, hrefTo } from "./router.js";
 import { runsPage } from "./runs.js";
 import { settingsPage } from "./settings.js";
 import { ask, exportNote, isExport } from "./source.js";
@@ -13,17 +13,20 @@ import { runTabs } from "./tabs.js";
 
 const KEYS = [
   ["/", "search"],
-  ["j  k", "next and previous episode, row or line"],
+  ["j  k", "next and previous episode, row, line or attempt"],
   ["Enter", "open the marked episode"],
   ["t", "text or tokens"],
   ["g", "all attempts of this group"],
-  ["← →", "move along a focused curve; Enter opens its episodes"],
+  ["← →", "move along a focused curve or the tokens; Enter opens the episodes of a point"],
+  ["+  -", "zoom into a focused curve, and out"],
+  ["a  b", "one row at several steps: j and k move the left or the right attempt"],
   ["h  l", "time line: the batch before and the next one"],
   ["Esc", "back to the list; ends a zoom"],
   ["?", "this help"],
 ];
 
 async function evaluationsPage(root, run, signal) {
+  document.addEventListener("shortcut", ({ detail }) => detail === "Escape" && go([], { runs: run }), { signal });
   const { evaluations } = await ask("evaluations", { run }, signal);
   await runsLoaded(signal);
   const rows = evaluations.map((one) => (one.problem ? h("tr", {}, h("th", { scope: "row" }, one.name), h("td", { colspan: "5" }, one.problem)) : h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.model), h("td", {}, one.split), h("td.num", {}, number(one.rows)), h("td.num", {}, `${percent(one.success)} ± ${percent(one.stderr)}`), h("td", {}, one.panel))));
@@ -109,6 +112,7 @@ function start() {
     });
   };
   addEventListener("hashchange", show);
+  if (isExport) document.addEventListener("click", followInside);
   document.addEventListener("runs", () => {
     alarm.hidden = !runsState.error;
     alarm.textContent = runsState.error ?? "";
@@ -116,6 +120,14 @@ function start() {
   document.addEventListener("keydown", (event) => pressed(event, help));
   show();
   poll(refreshRuns, new AbortController().signal);
+}
+
+/** A page inside a frame without an address of its own would resolve "#/" against the address of the page around it. */
+function followInside(event) {
+  const href = event.target.closest?.("a[href^='#/']")?.getAttribute("href");
+  if (!href || event.defaultPrevented || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  location.hash = href;
 }
 
 function pressed(event, help) {

@@ -28,5 +28,6 @@ export function go(parts, params) {
 export function setParams(changes) {
   const route = currentRoute();
   const href = hrefTo(route.parts, { ...route.params, ...changes });
-  if (href !== location.hash) history.replaceState(null, "", href);
+  // The whole address: inside the frame of a notebook, "#/" alone would belong to the page around it.
+  if (href !== location.hash) history.replaceState(null, "", location.href.split("#")[0] + href);
 }

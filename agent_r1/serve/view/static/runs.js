@@ -138,6 +138,7 @@ export function runsPage(root, signal) {
     }
   };
   document.addEventListener("runs", showList, { signal });
+  document.addEventListener("shortcut", ({ detail }) => detail === "Escape" && shared.onZoom(null), { signal });
   document.addEventListener("theme", () => charts.forEach((chart) => chart.draw()), { signal });
   if (runsState.loaded) showList();
   poll(async () => runsState.loaded && (await load()), signal);
@@ -164,7 +165,7 @@ function drawBar(bar, shared, redraw) {
     h("label", { for: "axis" }, "Over", axes),
     h("button", { onclick: () => shared.onZoom(null), title: "Or double-click a chart" }, "Reset zoom"),
     settings,
-    h("span.hint", {}, "Drag to zoom. Click a point to see its episodes."),
+    h("span.hint", {}, "Drag to zoom, also with a finger. Click a point to see its episodes."),
     h("p.waiting", { role: "status" }),
   );
 }

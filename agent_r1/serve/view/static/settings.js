@@ -1,6 +1,6 @@
 // Settings: those of one run, or where several runs differ.
 import { empty, h, replace } from "./dom.js";
-import { currentRoute, setParams } from "./router.js";
+import { currentRoute, go, setParams } from "./router.js";
 import { ask } from "./source.js";
 import { chosenRuns } from "./runs.js";
 import { runsLoaded, runsState } from "./store.js";
@@ -9,6 +9,7 @@ const spelled = (value) => (value === undefined ? "–" : typeof value === "stri
 
 export async function settingsPage(root, signal) {
   replace(root, h("p.loading", {}, "Reading settings…"));
+  document.addEventListener("shortcut", ({ detail }) => detail === "Escape" && go([], { runs: currentRoute().params.runs }), { signal });
   await runsLoaded(signal);
   const chosen = chosenRuns(currentRoute().params);
   if (!chosen.length) {

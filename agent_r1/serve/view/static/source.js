@@ -39,7 +39,7 @@ function answerFromStore(name, params) {
   }
   if (name === "batch") return data.batches[params.file ?? Object.keys(data.batches).find((file) => file.startsWith("train"))] ?? missing();
   if (name === "episode") return data.episode[`${params.file}/${params.n}`] ?? missing();
-  if (name === "tokens") return data.tokens[`${params.file}/${params.n}/${params.step}/${params.start ?? 0}`] ?? missing();
+  if (name === "tokens" || name === "dropped") return data[name][`${params.file}/${params.n}/${params.step}/${params.start ?? 0}`] ?? missing();
   return data[name] ?? missing();
 }
 
@@ -63,7 +63,7 @@ function filterEpisodes(data, params) {
   const offset = Number(params.offset ?? 0);
   return {
     matches: matches.length,
-    rows: matches.slice(offset, offset + Number(params.limit ?? 200)),
+    rows: matches.slice(offset, offset + Number(params.limit ?? 200)), // `spread` is for runs with more than a file holds
     stops: { ...Object.fromEntries(data.episodes.map((row) => [row.stop, 0])), ...count(matches.map((row) => row.stop)) },
     tools: { ...Object.fromEntries(data.episodes.flatMap((row) => row.tools).map((tool) => [tool, 0])), ...count(matches.flatMap((row) => row.tools)) },
     roles: { ...Object.fromEntries(data.episodes.flatMap((row) => row.roles).map((role) => [role, 0])), ...count(matches.flatMap((row) => row.roles)) },

@@ -41,11 +41,11 @@ const key = (...entries) => h("span.key", {}, entries.map(([colour, strength, te
 const mix = (colour, strength) => `color-mix(in srgb, var(${colour}) ${Math.round(6 + 44 * strength)}%, transparent)`;
 
 /** One page of tokens as spans. `part` is response or prompt. */
-export function tokenSpans(page, part, colouring, scale) {
+function tokenSpans(page, part, colouring, scale, isOld) {
   const values = colouring === "mask" ? null : page.values[colouring];
   return page.ids.map((id, index) => {
     const text = page.texts ? page.texts[index] : `#${id} `;
-    const span = h(`span.token${part === "response" ? "" : ".given"}`, { "data-index": String(index) });
+    const span = h(`span.token${part === "response" ? "" : ".given"}${isOld(page.start + index) ? ".old" : ""}`, { "data-index": String(index), tabindex: "-1" });
     span.textContent = text.replaceAll("\n", "↵\n") || "∅";
     const shaded = part !== "response" ? null : colouring === "mask" ? ["--cool", 0.5] : shade(colouring, values?.[index], scale);
     if (shaded) span.style.backgroundColor = mix(...shaded);
@@ -53,13 +53,14 @@ export function tokenSpans(page, part, colouring, scale) {
   });
 }
 
-/** Tokens with a tooltip, and a button for the next ones. `fetchMore(start)` returns the next page. */
-export function tokenBlock(first, part, colouring, scale, fetchMore) {
+/** Tokens with a tooltip, and a button for the next ones. `fetchMore(start)` returns the next page; `isOld(position)`
+ * whether a token was seen before. */
+export function tokenBlock(first, part, colouring, scale, fetchMore, isOld = () => false) {
   const pages = [first];
-  const block = h("div.tokens", { "data-part": part });
+  const block = h("div.tokens", { "data-part": part, tabindex: "0", role: "group", "aria-label": `${part === "response" ? "Sampled" : "Given"} tokens; the arrow keys read their values` });
   const more = h("button.quiet");
   const add = (page) => {
-    const spans = h("span", { "data-page": String(pages.indexOf(page)) }, tokenSpans(page, part, colouring, scale));
+    const spans = h("span", { "data-page": String(pages.indexOf(page)) }, tokenSpans(page, part, colouring, scale, isOld));
     more.before(spans);
     const end = page.start + page.ids.length;
     more.hidden = end >= page.total;
@@ -88,15 +89,31 @@ export function tokenBlock(first, part, colouring, scale, fetchMore) {
   return block;
 }
 
-/** One tooltip for all tokens below an element. */
+/** Moves the focus from token to token, and back to their block. */
+function moveFocus(event) {
+  const block = event.target.closest?.(".tokens");
+  if (!block?.lookUp || event.ctrlKey || event.metaKey || event.altKey) return;
+  const by = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+  const tokens = [...block.querySelectorAll(".token")];
+  const at = tokens.indexOf(event.target);
+  if (event.key === "Escape" && at >= 0) block.focus();
+  else if (by && tokens.length) tokens[Math.max(0, Math.min(tokens.length - 1, at < 0 && by === -1 ? tokens.length - 1 : at + by))].focus();
+  else return;
+  event.preventDefault();
+  event.stopPropagation();
+}
+
+/** One tooltip for all tokens below an element, under the pointer or the focus. */
 export function tokenTips(root, signal) {
-  const tip = h("div.tip.token-tip", { hidden: true, role: "tooltip" });
+  const tip = h("div.tip.token-tip", { id: "token-tip", hidden: true, role: "tooltip" });
   document.body.append(tip);
   signal.addEventListener("abort", () => tip.remove());
   const show = (event) => {
     const span = event.target.closest?.(".token");
     tip.hidden = !span;
     if (!span) return;
+    root.querySelector(".token[aria-describedby]")?.removeAttribute("aria-describedby");
+    span.setAttribute("aria-describedby", tip.id);
     const { id, text, position, values, part } = span.closest(".tokens").lookUp(span);
     const rows = values.map(([name, value]) => h("div", {}, h("b", {}, name === "advantage" ? signed(value) : number(value, 4)), h("span", {}, labelOf(name) + (name === "logprob" && typeof value === "number" ? ` (p = ${number(100 * Math.exp(value), 4)} %)` : ""))));
     replace(tip, h("div.at", {}, `id ${id}, position ${position}`), h("code", {}, text === undefined ? "text not recorded" : JSON.stringify(text)), part === "response" ? rows : h("div", {}, "given to the model: no value"));
@@ -106,6 +123,9 @@ export function tokenTips(root, signal) {
   };
   root.addEventListener("pointerover", show, { signal });
   root.addEventListener("click", show, { signal });
+  root.addEventListener("focusin", show, { signal });
+  root.addEventListener("focusout", () => (tip.hidden = true), { signal });
+  root.addEventListener("keydown", moveFocus, { signal });
   root.addEventListener("pointerleave", () => (tip.hidden = true), { signal });
   document.addEventListener("scroll", () => (tip.hidden = true), { signal, passive: true, capture: true });
 }
