@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import ROOT
-
+ROOT = Path(__file__).parents[2]
 GOOD = {
-    "CHANGELOG.md": "# Changelog\n\n## Unreleased\n\n## 1.10.0 (2026-12-01)\n\n* New.\n\n## 1.9.0 (2026-11-01)\n\n* Old.\n",
+    "CHANGELOG.md": "# Changes\n\n## Unreleased\n\n## 1.10.0 (2026-12-01)\n\n* New.\n\n## 1.9.0 (2026-11-01)\n",
     "CITATION.cff": "cff-version: 1.2.0\nversion: 1.10.0\n",
     "pyproject.toml": '[tool.setuptools_scm]\nfallback_version = "1.10.1.dev0"\n',
 }
