@@ -54,6 +54,8 @@ ENCODERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSettings:
+    """How a dense index is built: the encoder and the kind of index."""
+
     encoder: EncoderSettings = field(default_factory=lambda: ENCODERS["minilm"])
     method: Literal["flat", "ivf"] = "flat"
     batch_size: int = 64  # passages encoded at once
