@@ -33,6 +33,8 @@ NOTHING_FOUND = "Nothing found. Try other words."
 
 
 class SearchTool(BatchTool):
+    """Searches an index on this machine or a search server. Calls of many episodes are answered together."""
+
     timeout = 240.0  # for an index on this machine; with a server, see `__init__`
     name = "search"
     description = "Find passages about something."
