@@ -1,6 +1,6 @@
 """The task of docs/tutorial.md, made and trained as its page says: success after the warm start and after RL.
 
-    python -m benchmarks.tutorial             # seeds 0, 1; writes results/tutorial.json, the page's table and its picture
+    python -m benchmarks.tutorial             # seeds 0, 1; writes results/tutorial.json, table and picture
     python -m benchmarks.tutorial --draw      # measure nothing; draw the stored results, and write them into the page
 
 Every run starts with an empty cache.

@@ -36,7 +36,8 @@ def missing(site: Path) -> Iterator[str]:
                 try:
                     page.wait_for_function(LISTED if wanted else NOTHING, arg=wanted, timeout=SECONDS * 1000)
                 except NotFound:
-                    yield f"{start}: searching for {term!r} {f'does not find {wanted}' if wanted else 'finds something'}"
+                    outcome = f"does not find {wanted}" if wanted else "finds something"
+                    yield f"{start}: searching for {term!r} {outcome}"
                 page.close()
 
 

@@ -198,6 +198,16 @@ def test_the_changelog_is_cut_by_version_with_the_newest_first() -> None:
     assert numbers == sorted(numbers, reverse=True)
 
 
+def test_a_browser_that_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("AGENT_R1_CHROMIUM", raising=False)
+    monkeypatch.delenv("AGENT_R1_REQUIRE_BROWSER", raising=False)
+    assert why_no_browser() is not None
+    monkeypatch.setenv("AGENT_R1_REQUIRE_BROWSER", "1")
+    with pytest.raises(RuntimeError, match="AGENT_R1_REQUIRE_BROWSER"):
+        why_no_browser()
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser()))
 def test_barriers_are_found_in_both_schemes(tmp_path: Path) -> None:
