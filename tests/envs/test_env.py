@@ -73,15 +73,15 @@ class Set(CountEnv):
     [
         ("hints", "maybe", "true or false, not str 'maybe'"),
         ("hints", 1, "true or false, not int 1"),
-        ("turns", "abc", "a whole number, not str 'abc'"),
-        ("turns", True, "a whole number, not bool True"),
-        ("turns", 2.0, "a whole number, not float 2.0"),
-        ("turns", None, "a whole number, not NoneType None"),
+        ("turns", "abc", "an integer, not str 'abc'"),
+        ("turns", True, "an integer, not bool True"),
+        ("turns", 2.0, "an integer, not float 2.0"),
+        ("turns", None, "an integer, not NoneType None"),
         ("share", "half", "a number, not str 'half'"),
         ("share", False, "a number, not bool False"),
-        ("name", 7, "a text or null, not int 7"),
-        ("name", ["a"], r"a text or null, not list \['a'\]"),
-        ("seed", "x", "a whole number or null, not str 'x'"),
+        ("name", 7, "a string or null, not int 7"),
+        ("name", ["a"], r"a string or null, not list \['a'\]"),
+        ("seed", "x", "an integer or null, not str 'x'"),
     ],
 )
 def test_a_setting_that_does_not_match_its_annotation_is_a_config_error(key: str, value: Any, expected: str) -> None:

@@ -27,9 +27,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, whole = getattr(self, field.name), field.type == "int"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise ConfigError(f"Limits.{field.name} must be a {'whole ' * whole}number, got {value!r}")
+            value = getattr(self, field.name)
+            types, kind = (int, "an integer") if field.type == "int" else (int | float, "a number")
+            if isinstance(value, bool) or not isinstance(value, types):
+                raise ConfigError(f"Limits.{field.name} must be {kind}, got {value!r}")
             if not 0 < value <= MAX_LIMIT:
                 raise ConfigError(f"Limits.{field.name} must be positive and at most {MAX_LIMIT}, got {value}")
 
