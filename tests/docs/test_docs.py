@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.shown.blocks import BLOCKS, PAGES, ROOT, name
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [block.body for block in BLOCKS if (block.page, block.language) == (page, language)]
+from tests.docs.shown.blocks import PAGES, ROOT, blocks, name
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)

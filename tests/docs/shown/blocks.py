@@ -58,3 +58,8 @@ BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 
 def in_language(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code of a page in one language."""
+    return [block.body for block in BLOCKS if (block.page, block.language) == (page, language)]

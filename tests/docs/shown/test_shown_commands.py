@@ -24,10 +24,9 @@ from agent_r1.cli.commands.train import run_training
 from agent_r1.config import RECIPES, load_config
 from agent_r1.runs.run_dir import RunDir
 from tests.conftest import Cli
-from tests.docs.shown.blocks import ROOT, Block, in_language
+from tests.docs.shown.blocks import ROOT, Block, blocks, in_language
 from tests.docs.shown.outputs import TEXTS, differing, output_of
 from tests.docs.shown.shell import COMMANDS, NOT_RUN, RUN, SKIPPED, reason
-from tests.docs.test_docs import blocks
 
 TINY = [
     *("trainer.steps=2", "trainer.eval_every=1", "trainer.save_every=1", "eval.rows=2"),
