@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from agent_r1.envs.text_env import Reply, TextEnv
     from agent_r1.envs.tool_env import ToolEnv
     from agent_r1.errors import AgentR1Error, ConfigError, DataError
-    from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
+    from agent_r1.flows.budgets import EpisodeLimit, Limits
+    from agent_r1.flows.episode import Episode
     from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
     from agent_r1.flows.replay import replay
     from agent_r1.resources import Resource
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from agent_r1.tools.mcp.tool_set import MCPTools
     from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
 
-__version__: str  # of the installed package, so an editable installation keeps that of its last `pip install`
+__version__: str  # the installed version; an editable installation keeps the version of its last `pip install`
 
 _HOME = {
     "api.agent": ["Agent", "Answer"],
@@ -41,7 +42,8 @@ _HOME = {
     "envs.check": ["check_env", "check_tool"],
     "envs.text_env": ["Reply", "TextEnv"],
     "envs.tool_env": ["ToolEnv"],
-    "flows.episode": ["Episode", "EpisodeLimit", "Limits"],
+    "flows.budgets": ["EpisodeLimit", "Limits"],
+    "flows.episode": ["Episode"],
     "flows.flow": ["AgentEnvLoop", "AgentFlowBase", "SingleStepFlow"],
     "flows.replay": ["replay"],
     "resources": ["Resource"],

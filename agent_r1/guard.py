@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CANCEL_SECONDS = 2.0  # for cancelled code to clean up before it is abandoned
+CANCEL_SECONDS = 2.0  # time for cancelled code to clean up before it is abandoned
 MAX_ERROR_CHARS = 2000
 _BLAME = "_agent_r1_blame"  # attribute of an exception
 _PACKAGE = Path(__file__).parent
@@ -53,8 +53,8 @@ class Abort(KeyboardInterrupt):
 
 
 def is_signal(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt came from Ctrl-C and not from user code. Under Python's own handler the two look the
-    same, and it counts as Ctrl-C."""
+    """Whether a KeyboardInterrupt came from Ctrl-C and not from user code. Under Python's own handler the two cannot be
+    told apart, so every KeyboardInterrupt counts as Ctrl-C."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

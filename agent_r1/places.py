@@ -12,13 +12,13 @@ _uses, _lock = 0, Lock()
 
 
 def started_here() -> AbstractContextManager[None]:
-    """Resolve relative paths against the current working directory. Uses that overlap, nested or in several threads,
-    keep the directory of the first until the last one ends."""
+    """Resolve relative paths against the current working directory. If uses overlap (nested, or in several threads),
+    the directory of the first one applies until the last one ends."""
     return _StartedHere()
 
 
 class _StartedHere(AbstractContextManager[None]):
-    """Not a generator, which would end its use whenever it is collected as garbage."""
+    """A class, because a generator ends its use as soon as it is garbage-collected."""
 
     def __enter__(self) -> None:
         global _start, _uses

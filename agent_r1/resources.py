@@ -33,7 +33,7 @@ async def opened(resources: Iterable[Resource]) -> AsyncIterator[None]:
     """Open the resources in order. Close them in reverse order, whatever happens."""
     async with AsyncExitStack() as stack:
         for resource in resources:
-            # Before it is open: an interrupted `open` may already have started a process.
+            # Registered before `open` runs, because an interrupted `open` may already have started a process.
             stack.push_async_callback(_close, resource)
             try:
                 await resource.open()

@@ -26,10 +26,10 @@ PerToken = list[list[float]]  # one trajectory: [step][response token]
 SummaryQuality = Literal["whole", "cut", "empty"]
 # Why a call has no result. "misplaced": readable, but inside thinking or one too many; "failed": a ToolError.
 CallFault = Literal["malformed", "misplaced", "unknown_tool", "bad_arguments", "failed"]
-ByRole = float | Mapping[str, float]  # a setting, or its values by role, with that of all other steps under ""
-# The usual class first: checking against an abstract one takes longer.
+ByRole = float | Mapping[str, float]  # a setting, or its values by role; the key "" holds the value of all other steps
+# Check for the usual class first: a check against an abstract class takes longer.
 NUMBER, MAPPING = float | Real, dict | Mapping
-Versions = tuple[tuple[int, int], ...]  # of a response: (policy version, number of tokens it sampled), in order
+Versions = tuple[tuple[int, int], ...]  # who sampled a response: (policy version, number of tokens), in order
 
 
 def of_role(setting: ByRole, role: str = "") -> float:
@@ -103,8 +103,8 @@ class Observation:
 
     @classmethod
     def grown(cls, messages: list[Message], *, by: int) -> Observation:
-        """The messages of an earlier observation, already checked, and `by` new ones, which are checked now. So the
-        cost of a step does not grow with the conversation."""
+        """Return an observation whose last `by` messages are new. Only these are checked, because the others were
+        checked before; so the cost of a step does not grow with the conversation."""
         check_messages(messages, start=len(messages) - by)
         made, set_field = object.__new__(cls), object.__setattr__
         set_field(made, "messages", read_pictures(messages, start=len(messages) - by))
@@ -129,7 +129,7 @@ class Action:
     """What the policy did: the text for the env, and its exact ids."""
 
     text: str  # decoded without the stop token
-    token_ids: list[int]  # as sampled, stop token included
+    token_ids: list[int]  # the sampled ids, including the stop token
 
 
 class StopReason(StrEnum):
@@ -149,7 +149,7 @@ class StopReason(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the code failed and not the policy: counted and shown, but never trained on."""
+        """Whether code failed rather than the policy: counted and shown, but never trained on."""
         return self in (StopReason.TIMEOUT, StopReason.ERROR)
 
 
@@ -241,7 +241,7 @@ class Step:
     prompt_ids: list[int]  # s_t: exactly the tokens the policy saw; negative ones belong to `pictures`
     response_ids: list[int]  # a_t: exactly the tokens the policy sampled
     response_logprobs: list[float]  # log pi_old(a_t | s_t), one per response token
-    temperature: float | None = None  # of the sampler, as the next two; None: not recorded
+    temperature: float | None = None  # the sampler's, like the next two; None: not recorded
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     support: Support | None = None  # what top_p and top_k left to sample from; the log-probs are relative to it
@@ -252,12 +252,12 @@ class Step:
     feedback: str = ""  # the env's reply, for people
     versions: Versions = ()  # policy versions (learner steps) that sampled this; (): not sampled
     is_cut: bool = False  # a token limit ended the response, not the policy
-    start_seconds: float | None = None  # from the start of the episode until sampling began; None: not recorded
+    start_seconds: float | None = None  # from the start of the episode to the start of sampling; None: not recorded
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
-    info: Mapping[str, Any] = field(default_factory=dict)  # the env's
-    pictures: tuple[Picture, ...] = ()  # that the prompt shows, each once
-    hidden_messages: int | None = None  # left out or changed by a context policy; None: no policy
+    info: Mapping[str, Any] = field(default_factory=dict)  # returned by the env
+    pictures: tuple[Picture, ...] = ()  # pictures shown in the prompt, each once
+    hidden_messages: int | None = None  # messages that a context policy left out or changed; None: no policy
     summary: SummaryQuality | None = None  # None: this step is an action, not a summary
 
     def __post_init__(self) -> None:
@@ -305,7 +305,7 @@ class Failure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Equal for failures from one bug, whose messages may differ by the data."""
+        """Equal for failures with the same cause, even if the data in their messages differ."""
         return self.kind, self.source, self.place
 
     def __str__(self) -> str:
@@ -322,11 +322,11 @@ class Trajectory:
     stop: StopReason
     outcome_reward: float = 0.0  # filled in by scoring
     reward_components: Mapping[str, float] = field(default_factory=dict)
-    failure: Failure | None = None  # for stop.is_failure
+    failure: Failure | None = None  # set if `stop.is_failure`
     started: float | None = None  # Unix time; None: not recorded
     seconds: float = 0.0
     next_prompt_ids: list[int] = field(default_factory=list)  # the prompt that max_steps left unanswered
-    next_pictures: tuple[Picture, ...] = ()  # that this prompt shows
+    next_pictures: tuple[Picture, ...] = ()  # pictures shown in that prompt
     opening: list[Message] = field(default_factory=list)  # the first messages of the env, for people
     counts: Mapping[str, float] = field(default_factory=dict)  # the flow's own numbers; metrics are their means
     log: str = ""  # what the flow's programs wrote, for people

@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from agent_r1.engines.base import Sampling
 from agent_r1.envs.base import AgentEnv
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Observation, StopReason, TaskRow

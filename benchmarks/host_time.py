@@ -59,7 +59,7 @@ from agent_r1.engines.local.gpu.gpu_state import in_order, put
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.request import Chunk, ReadDraws, Request
 from agent_r1.envs.text_env import Reply, TextEnv
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.alfworld import task as alfworld
 from agent_r1.recipes.gsm8k_tool import task as gsm8k_tool

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase
 from agent_r1.rollout.collect import Collector
 from agent_r1.tokens.rendering import Renderer

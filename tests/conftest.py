@@ -64,18 +64,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in TRAINING))
 
 
+@dataclass
+class Frozen:
+    """What this process knows about its frozen objects. Counting them would take longer than most tests."""
+
+    thawed: bool = True  # nothing is frozen
+    file: Path | None = None  # the last test file in which objects were frozen
+
+
+_frozen = Frozen()
+_unfreeze = gc.unfreeze
+
+
+def _note_and_unfreeze() -> None:
+    _unfreeze()
+    _frozen.thawed = True
+
+
+gc.unfreeze = _note_and_unfreeze
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Keep torch and transformers out of garbage collections: a run begins with a full one, which would visit half a
     million objects and take a quarter of the time of a tiny run. A run thaws everything at its end."""
-    if gc.get_freeze_count() == 0:
-        if item.path != _frozen_in.get("file"):  # once per file, so that garbage cannot pile up
+    if _frozen.thawed:
+        if item.path != _frozen.file:  # once per file, so that garbage cannot pile up
             gc.collect()
         gc.freeze()
-        _frozen_in["file"] = item.path
-
-
-_frozen_in: dict[str, Path] = {}
+        _frozen.thawed, _frozen.file = False, item.path
 
 
 @pytest.fixture

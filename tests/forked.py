@@ -46,11 +46,27 @@ def start_program(words: Sequence[str], environment: Mapping[str, str], log: Pat
     return start(_program, list(words), dict(environment), str(log))
 
 
+def start_torchrun(words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
+    """The same for `torchrun WORDS`. What it starts are new processes of its own."""
+    return start(_torchrun, list(words), dict(environment), str(log))
+
+
 def _program(words: list[str], environment: dict[str, str], log: str) -> None:
+    _take_over(environment, log)
+    sys.argv = ["agent-r1", *words]
+    main()
+
+
+def _torchrun(words: list[str], environment: dict[str, str], log: str) -> None:
+    from torch.distributed.run import main as torchrun
+
+    _take_over(environment, log)
+    torchrun(words)
+
+
+def _take_over(environment: dict[str, str], log: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for stream in (1, 2):
         os.dup2(output, stream)
-    sys.argv = ["agent-r1", *words]
-    main()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.forked import start_program
+from tests.forked import start_program, start_torchrun
 
+SCALING = Path(__file__).parents[1] / "docs" / "scaling.md"
 MINI = str(Path(__file__).parent / "mini")
 
 
@@ -20,9 +24,12 @@ def start_ranks(
     size: int, words: Sequence[str], log: Path, *, own: dict[int, Sequence[str]] | None = None, **variables: str
 ) -> list[BaseProcess]:
     """Run `agent-r1 train WORDS` on every rank; `own` words are for a single one. All write to the log."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+    }
     return [
         start_program(
             ["train", *words, *(own or {}).get(rank, ())],
@@ -31,6 +38,25 @@ def start_ranks(
         )
         for rank in range(size)
     ]
+
+
+def start_nodes(count: int, words: Sequence[str], log: Path) -> list[BaseProcess]:
+    """Run `agent-r1 train WORDS` by the torchrun command of docs/scaling.md, with one rank on each node. All nodes are
+    this machine."""
+    _, _, after = SCALING.read_text(encoding="utf-8").partition("```bash\ntorchrun ")
+    documented = shlex.split(after.partition("\nsrun ")[0].replace("\\\n", " "))
+    program, options = documented.index("agent-r1"), {"--nnodes": str(count), "--nproc-per-node": "1"}
+    options["--rdzv-endpoint"] = f"127.0.0.1:{_free_port()}"
+    torchrun = [options.get(before, word) for before, word in pairwise(["", *documented[:program]])]
+    train = [sys.executable, "-m", "agent_r1.cli", "train", *words]
+    own = ["--local-addr", "127.0.0.1", *torchrun, *train]  # the machine's name may not be known to its network
+    return [start_torchrun(own, {**os.environ, "OMP_NUM_THREADS": "1"}, log) for _ in range(count)]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 def ends(processes: Sequence[BaseProcess], seconds: float = 300.0) -> list[int | None]:

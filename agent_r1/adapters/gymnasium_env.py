@@ -27,8 +27,8 @@ class GymnasiumEnv(TextEnv):
     def __init__(  # noqa: PLR0913 (all settings of an environment)
         self,
         *,
-        id: str,  # of a registered environment; `module:Name-v0` imports a module first
-        seed: int,  # from the row
+        id: str,  # id of a registered environment; `module:Name-v0` imports a module first
+        seed: int,  # set by the row
         make: Mapping[str, Any] | None = None,  # further arguments of gymnasium.make
         render: str
         | None = None,  # module:function (env, observation, info) -> text; None: our own, or str(observation)
@@ -47,7 +47,7 @@ class GymnasiumEnv(TextEnv):
         self._render = words.render if render is None else find_function("render", render)
         self._actions = _action_names(gymnasium, self._env.action_space, actions or words.actions)
         self._seed, self._max_invalid, self._step_rewards = seed, max_invalid, step_rewards
-        self._invalid = 0  # in a row
+        self._invalid = 0  # invalid actions in a row
         self._stop = StopReason.ANSWERED
 
     def begin(self, row: TaskRow) -> str:

@@ -85,12 +85,12 @@ class HarborEnv(ToolEnv):
     def __init__(
         self,
         *,
-        task: str,  # folder, from the row
+        task: str,  # folder of the task, set by the row
         ignore_image: bool = False,  # play tasks that ask for a container image on this machine's programs
         network: bool = False,  # let commands use this machine's network, if the task allows it
         command_seconds: float = 60.0,
-        memory_mb: int = 4096,  # per process
-        tools: Sequence[str | BaseTool | ToolSet] = (),  # beside bash
+        memory_mb: int = 4096,  # memory limit per process
+        tools: Sequence[str | BaseTool | ToolSet] = (),  # tools beside bash
         **settings: Any,
     ) -> None:
         require_namespaces()
@@ -155,7 +155,7 @@ class Bash(BaseTool):
     }
 
     def __init__(self, env: Mapping[str, str], seconds: float) -> None:
-        self.box: Box | None = None  # from the reset of the env
+        self.box: Box | None = None  # created when the env is reset
         self._env, self._seconds = env, seconds
         self.timeout = seconds + 30.0  # a backstop; the box has its own limit
 
@@ -206,7 +206,7 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def _check_workdir(path: Any, folder: Path) -> str:
-    """Refuse a directory that is not among those of the task: files are copied into it on this machine."""
+    """Refuse a directory outside the task's own ones, because files are copied into it on this machine."""
     parts = str(path).split("/")
     if parts[0] or ".." in parts or next(filter(None, parts), "") in ("", *SHARED, *MADE):
         raise ConfigError(

@@ -23,10 +23,10 @@ from pathlib import Path
 from agent_r1.errors import ConfigError
 
 KEPT = ("app", "home", "logs", "root", "srv", "tmp", "var", "workspace")  # directories that commands may write to
-SHARED = ("bin", "etc", "lib", "lib32", "lib64", "sbin", "usr")  # of this machine, read-only
-MADE = (".host", "dev", "proc")  # by the script below
+SHARED = ("bin", "etc", "lib", "lib32", "lib64", "sbin", "usr")  # directories of this machine, read-only
+MADE = (".host", "dev", "proc")  # directories made by the script below
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OUTPUT_BYTES = 200_000  # of a command; the rest is dropped
+OUTPUT_BYTES = 200_000  # limit on the output of a command; the rest is dropped
 
 # Arguments: root, directory of the kept ones, memory in KiB, mounts as SOURCE=TARGET=ro|rw ..., --, workdir, command
 _ENTER = """

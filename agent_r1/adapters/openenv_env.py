@@ -24,8 +24,8 @@ class OpenEnvEnv(TextEnv):
     def __init__(  # noqa: PLR0913 (all settings of an environment)
         self,
         *,
-        url: str,  # of a running server
-        seed: int,  # from the row, for `reset`
+        url: str,  # address of a running server
+        seed: int,  # passed to `reset`; set by the row
         action: str,  # the field of an action that holds what the model said, or module:function (text) -> dict
         observation: str
         | None = None,  # the field that the model reads, or module:function (dict) -> text; None: as JSON

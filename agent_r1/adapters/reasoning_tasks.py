@@ -17,9 +17,9 @@ from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.types import TaskRow, Trajectory
 
 HOW = "Give your final answer between <answer> and </answer>."
-TRAIN_ROWS, TEST_ROWS = 1000, 100  # if the config does not say
+TRAIN_ROWS, TEST_ROWS = 1000, 100  # used if the config does not say
 CHUNK = 200  # questions per dataset; a dataset is exhausted if it repeats a whole chunk
-SEEDS = 100_000  # of questions, for each seed of rows: question i of a dataset with seed s has the seed s + i
+SEEDS = 100_000  # seeds of questions per seed of rows: question i of a dataset with seed s has the seed s + i
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -31,7 +31,7 @@ def rows(
     config: Mapping[str, Any] | None = None,  # settings of the dataset
     seed: int = 0,
     held_out: int = 200,  # questions for the other splits, which training leaves out
-    how: str = HOW,  # said after each question
+    how: str = HOW,  # appended to each question
 ) -> list[TaskRow]:
     """Return rows of the dataset. `count` of a split other than train is at most `held_out`."""
     settings = json.dumps(dict(config or {}), sort_keys=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from agent_r1.types import TaskRow, Trajectory
 
-TEST_SEEDS = 1_000_000  # other splits than train have seeds from here on
-TRAIN_ROWS, TEST_ROWS = 1000, 100  # if the config does not say
+TEST_SEEDS = 1_000_000  # first seed of splits other than train
+TRAIN_ROWS, TEST_ROWS = 1000, 100  # used if the config does not say
 
 
 def rows(split: str, count: int | None = None, *, first_seed: int = 0) -> list[TaskRow]:

@@ -26,7 +26,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.tools.base import BaseTool, ToolSet, tool
 from agent_r1.types import Action, Message, Observation, Step, TaskRow, Trajectory, Transition
 
-TRAIN_ROWS = 1000  # of a taskset without an end, if the config does not say
+TRAIN_ROWS = 1000  # used for a taskset without an end, if the config does not say
 _LOCK = Lock()  # rewards may run in threads
 
 
@@ -173,7 +173,7 @@ def _as_row(source: _Source, split: str, index: int) -> TaskRow:
         prompt=_opening(data, source.name),
         row_id=f"{split}-{index}",
         reward_model=place,
-        env_kwargs=place,  # for tools; without an env it is ignored
+        env_kwargs=place,  # used by tools; without an env it is ignored
         data_source=f"verifiers/{source.name}",
     )
 
@@ -197,7 +197,7 @@ def _toolsets(task: Any, source: _Source) -> list[Any]:
 
 
 def _tools(server: Any, state: Any) -> list[BaseTool]:
-    """Return the tools of a toolset, whose `self.state` is that of the episode."""
+    """Return the tools of a toolset, whose `self.state` is the state of the episode."""
     discover = import_module("verifiers.v1.utils.decorators").discover_decorated
     server._inert_state = state  # what `Toolset.state` returns outside a server
     made: list[BaseTool] = []

@@ -23,7 +23,7 @@ class Callbacks(Observer):
     on_step: OnStep | None = None
     on_episode: OnEpisode | None = None  # for each scored training episode, before `on_step`
     on_eval: OnEval | None = None
-    error: BaseException | None = None  # what one of them raised, which ends the run
+    error: BaseException | None = None  # an exception that one of them raised; it ends the run
 
     def start(self, run: RunDir, *, step: int) -> None:
         self.trackers.start(run, step=step)

@@ -19,14 +19,14 @@ LENGTH = 8  # hexadecimal digits: they only tell the objects of one run apart
 LARGE = 10_000  # items; of longer lists, only some are looked at
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _DATA = (str, int, float, list, tuple, dict, set, frozenset)
-_WRAPPED = ("__func__", "__self__", "__wrapped__", "function", "fget")  # what is in a method, a decorated one, a tool
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr: differs between processes
+_WRAPPED = ("__func__", "__self__", "__wrapped__", "function", "fget")  # attributes that hold the function
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr; differs between processes
 _NOT_HASHED = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__")
 
 
 def fingerprint(thing: Any) -> str:
     hashed, waiting = hashlib.sha256(), [thing]
-    seen: dict[int, Any] = {}  # keeps what it holds alive, so that no other object gets the same id
+    seen: dict[int, Any] = {}  # holds references, so that no other object gets the same id
     while waiting:
         part = waiting.pop()
         if isinstance(part, _PLAIN):

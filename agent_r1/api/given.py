@@ -43,7 +43,7 @@ def stem(name: str) -> str | None:
 
 def importable_name(thing: Any) -> str | None:
     """Return the name under which any process can import the object, if there is one."""
-    function = getattr(thing, "function", thing)  # of a tool
+    function = getattr(thing, "function", thing)  # a tool holds its function
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
     if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not thing:

@@ -20,10 +20,10 @@ from agent_r1.places import anchored
 from agent_r1.tools.base import BaseTool, ToolSet, get_tool, tool
 from agent_r1.types import TaskRow
 
-HELD_OUT_SHARE = 0.2  # of a list of rows without test rows
+HELD_OUT_SHARE = 0.2  # share of a list of rows that is held out if there are no test rows
 MOST_HELD_OUT = 200
 TINY = "tiny"  # the model that is created from scratch and learns in minutes on a CPU
-TINY_DEMOS = 2000  # what its tokenizer learns from, at most
+TINY_DEMOS = 2000  # the most demonstrations that its tokenizer learns from
 
 
 def rows_name(rows: Any, test_rows: Any = None, *, seed: int = 0) -> str:

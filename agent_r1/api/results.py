@@ -55,7 +55,7 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EvalResult:
-    """An evaluation with its episodes. `step` is that of the policy, if it was made while training."""
+    """An evaluation with its episodes. `step` is the step of the policy, if the evaluation was made while training."""
 
     metrics: Metrics
     groups: list[Group]

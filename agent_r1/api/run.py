@@ -68,7 +68,8 @@ class Run:
         return Picture(path)
 
     def transcript(self, index: int = 0, *, step: int | None = None, kind: str = "eval") -> Transcript:
-        """An episode of the last evaluation; with `kind="train"`, of the last training step, or those of a `step`."""
+        """Return an episode of the last evaluation or, with `kind="train"`, of the last training step; `step` chooses
+        another."""
         files = self._directory.files(kind)
         if step is not None:
             wanted = self._directory.trajectories_file(kind, step).name

@@ -118,14 +118,14 @@ def read_keywords(keywords: Mapping[str, Any]) -> Tree:
 
 
 def check_names(keywords: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Refuse unknown keywords. `others` are further ones of the same function."""
+    """Refuse unknown keywords. `others` are further keywords of the same function."""
     for name in keywords:
         if name not in KEYWORDS:
             raise ConfigError(f"unknown keyword {name!r}.{did_you_mean(name, [*KEYWORDS, *others])}")
 
 
 def _section(name: str, value: Any) -> Any:
-    """A section as a dict. Some take their main setting alone."""
+    """Return a section as a dict. Some sections may be given as the value of their main setting."""
     if name not in MAIN or isinstance(value, Mapping):
         return _copied(value)
     if name == "model" and callable(value):

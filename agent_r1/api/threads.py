@@ -23,8 +23,8 @@ from agent_r1.train.rng import restore_rng, rng_state
 
 T = TypeVar("T")
 
-NAME = "agent-r1"  # of threads that train or evaluate
-POLL_SECONDS = 0.05  # until work that has just begun can be stopped
+NAME = "agent-r1"  # name of threads that train or evaluate
+POLL_SECONDS = 0.05  # time between attempts to stop work that has just begun
 _at_work = threading.Lock()  # held by the thread that trains or evaluates
 
 

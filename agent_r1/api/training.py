@@ -18,7 +18,7 @@ from agent_r1.api.screen import is_interactive, screen
 from agent_r1.api.settings import Config, Settings, check_names, read_keywords
 from agent_r1.api.threads import apart
 from agent_r1.build.plan import build_plan
-from agent_r1.build.start import base_model
+from agent_r1.build.start import base_model, require_base
 from agent_r1.build.task import build_task
 from agent_r1.cli.commands.eval import evaluate_model
 from agent_r1.cli.commands.train import run_training
@@ -42,7 +42,7 @@ def train(
     quiet: bool = False,
     **keywords: Unpack[Settings],
 ) -> Run:
-    """Train an agent and return its run. The keywords are those of `Config`; see docs/python-api.md.
+    """Train an agent and return its run. The keywords are the same as for `Config`; see docs/python-api.md.
 
     `config`: a `Config` or a recipe to start from. `out`: the run directory, by default a new one under `runs/`.
     `resume`: continue the run in this directory.
@@ -64,6 +64,8 @@ def train(
     plan = build_plan(job.config, resume=job.done)  # finds mistakes before a run directory or a model exists
     callbacks = Callbacks(trackers=plan.observer, on_step=on_step, on_episode=on_episode, on_eval=on_eval)
     plan = replace(plan, observer=callbacks)
+    if not job.resume:
+        require_base(job.config)
     directory = job.open(console)
     try:
         apart(lambda: run_training(job.config, plan, directory, console, resume=job.resume))
@@ -82,7 +84,7 @@ def train(
 def evaluate(
     config: Config | str | Path | None = None, /, *, quiet: bool = False, **keywords: Unpack[Settings]
 ) -> EvalResult:
-    """Evaluate a model on a task without training, for example a baseline. The keywords are those of `train`.
+    """Evaluate a model on a task without training, for example a baseline. The keywords are the same as for `train`.
 
     All `rows` of a list are played. Nothing is kept; `run.evaluate()` keeps the results of a run.
     """

@@ -48,7 +48,7 @@ class Options:
             raise ConfigError("--model and --shape both name the sizes of a model: leave one out")
 
 
-BENCHES: dict[str, tuple[Callable[..., Bench], Any, Any]] = {  # with its small and full sizes
+BENCHES: dict[str, tuple[Callable[..., Bench], Any, Any]] = {  # each with its small and full sizes
     "engine": (engine_speed.EngineBench, engine_speed.QUICK, engine_speed.FULL),
     "learner": (learner_speed.LearnerBench, learner_speed.QUICK, learner_speed.FULL),
     "step": (step_speed.StepBench, step_speed.QUICK, step_speed.FULL),
@@ -70,7 +70,7 @@ def bench(name: str, options: Options, console: Console) -> Path:
 
 
 def pick_sizes(options: Options) -> tuple[torch.device, bool]:
-    """The device, and whether to use the small sizes. A CPU always does: the full ones would take hours."""
+    """The device, and whether to use the small sizes. A CPU always uses these: the full ones would take hours."""
     device = pick_device(options.device)
     if device.type == "cpu" and options.model is None:
         torch.set_num_threads(1)  # several threads are slower on the tiny model's matrices

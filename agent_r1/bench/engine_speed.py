@@ -229,14 +229,14 @@ class EngineBench:
         return {name: partial(decoding.tokens_per_second, *side) for name, side in self.samplers().items()}
 
     def samplers(self) -> dict[str, tuple[Sampler, Run]]:
-        """By name, a sampler and how to run its coroutines; subclasses add other engines."""
+        """Samplers by name, each with a function that runs its coroutines; subclasses add other engines."""
         return {"engine": (self.engine(), asyncio.run)}
 
     def decode_figures(self, speed: Figures) -> Figures:
         return self.compare("tokens_per_second", speed)
 
     def compare(self, figure: str, sides: Figures) -> Figures:
-        """Our figure, that of each other engine, and how many times as fast we are."""
+        """Return our figure, the figure of each other engine, and how many times as fast ours is."""
         ours, others = sides["engine"], [name for name in self.samplers() if name != "engine"]
         figures = {figure: ours} | {f"{name}_{figure}": sides[name] for name in others}
         slower = figure == "seconds"
@@ -258,7 +258,7 @@ class EngineBench:
 
     @property
     def rival_settings(self) -> dict[str, Any]:
-        """Added to the settings of rows that measure other engines too."""
+        """Further settings of the rows that measure other engines too."""
         return {}
 
     def episodes(self) -> Iterator[Row]:

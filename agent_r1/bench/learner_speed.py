@@ -41,7 +41,7 @@ STATE_BYTES = 12  # per parameter: the fp32 weight and AdamW's two moments
 LR = 1e-20
 BETAS = (0.9, 0.99)
 MAX_GRAD_NORM = 1e9  # computed but never reached, so gradients are not scaled
-PROMPT_SHARE = 0.25  # of a sequence of `packed`
+PROMPT_SHARE = 0.25  # share of the prompt in a sequence of `packed`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class LearnerBench:
         return {"packed": partial(self.cost, learner.policy.model, partial(learner.update, batch))}, {}
 
     def packed_figures(self, costs: dict[str, Cost], tokens: int, peak_seconds: float) -> Figures:
-        """`peak_seconds`: the time of the needed FLOPs at the rate of a large matrix product."""
+        """`peak_seconds`: how long the needed FLOPs take at the rate of a large matrix product."""
         packed = costs["packed"]
         figures = {
             "seconds": packed.seconds,
@@ -164,6 +164,6 @@ class LearnerBench:
         return make_learner(policy, tokens_per_pack=self.sizes.tokens_per_pack, prefix_sharing=prefix_sharing)
 
     def cost(self, model: nn.Module, step: Callable[[], object]) -> Cost:
-        """Gradients of the last step are dropped first, so that those of this one count as added memory."""
+        """Gradients of the last step are dropped first, so that this step's gradients count as added memory."""
         model.zero_grad(set_to_none=True)
         return measure(step, self.device)

@@ -109,7 +109,7 @@ class LlamaShape:
     vocabulary: int
     positions: int
     head_size: int | None = None  # None: hidden size over heads
-    tied: bool = True  # output head and embeddings
+    tied: bool = True  # whether output head and embeddings share weights
 
     @classmethod
     def named(cls, name: str) -> LlamaShape:

@@ -39,7 +39,7 @@ class Row:
     def figures(self) -> Figures:
         """The median of each figure over the repeats, and what was measured once.
 
-        A ratio's median is that of the ratios within repeats.
+        The median of a ratio is the median of the ratios within repeats.
         """
         names = self.repeats[0] if self.repeats else {}
         return {name: median(repeat[name] for repeat in self.repeats) for name in names} | self.once
@@ -49,7 +49,8 @@ class Row:
         return self.figures[self.headline]
 
     def speed_against(self, other: Row) -> float | None:
-        """How many times as good as another measurement of the same; None if the two cannot be compared."""
+        """Return how many times as good this row is as another measurement of the same; None if they cannot be
+        compared."""
         if (self.name, dict(self.settings), self.headline) != (other.name, dict(other.settings), other.headline):
             return None
         if not self.value or not other.value:
@@ -86,8 +87,8 @@ class Results:
         return cls(command=command, accelerator=accelerator, machine=tree, rows=rows)
 
     def merged_over(self, stored: Results | None, *, unfinished: str | None = None) -> Results:
-        """These rows, and the stored rows of other groups, in the stored order. Of a group that is `unfinished`, stored
-        rows stay until they are measured again."""
+        """These rows, and the stored rows of other groups, in the stored order. In the group `unfinished`, a stored row
+        stays until it is measured again."""
         if stored is None:
             return self
         measured = {row.group for row in self.rows} - {unfinished}
@@ -134,7 +135,7 @@ def grid(rows: Sequence[Row], group: str, against: Mapping[str, float]) -> list[
 
 
 def _format(name: str, value: float | None) -> str:
-    """By the end of the name: shares in percent, ratios with an x. Large numbers get no decimals."""
+    """Format a figure by the end of its name: shares in percent, ratios with an x. Large numbers get no decimals."""
     if value is None:
         return ""
     if name.endswith(("share", "mfu")):

@@ -27,7 +27,7 @@ class Actions:
     """Episodes whose responses have up to `workload.response_tokens` tokens, `mean_tokens` on average."""
 
     workload: Workload
-    steps: tuple[int, ...]  # of an episode; one row of results each
+    steps: tuple[int, ...]  # steps per episode; one row of results each
     mean_tokens: int
 
     def network(self, model: BenchModel, *, dtype: torch.dtype, device: torch.device) -> Any:

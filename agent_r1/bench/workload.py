@@ -17,7 +17,7 @@ from agent_r1.bench.models import TURN_END, TURN_START, make_tokenizer
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.rollout.collect import Collector
 from agent_r1.seeds import stable_seed
@@ -33,12 +33,12 @@ PROMPT_FRAME = f"{TURN_START}user\n{TURN_END}\n{TURN_START}assistant\n"
 class Workload:
     rows: int
     group_size: int  # episodes per row
-    at_once: int  # episodes under way
+    at_once: int  # episodes that run at the same time
     steps: int
     prompt_tokens: int
     response_tokens: int
     observation_tokens: int
-    tool_seconds: float = 0.0  # mean; drawn from 0.5 to 1.5 times that, so that episodes do not run in lockstep
+    tool_seconds: float = 0.0  # mean delay; drawn from 0.5 to 1.5 times that, so that episodes do not run in lockstep
 
     @property
     def episodes(self) -> int:

@@ -1,1 +1,1 @@
-"""What wires it: a recipe becomes a task, a model, an engine and a learner. The one reader of the config."""
+"""The wiring: a recipe becomes a task, a model, an engine and a learner. The one reader of the config."""

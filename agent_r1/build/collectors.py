@@ -9,7 +9,7 @@ from agent_r1.build.context import check_keeps_reasoning, check_summary_budget
 from agent_r1.build.task import Task
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Sampler, Sampling
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.rollout.collect import Collector
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.rendering import Renderer

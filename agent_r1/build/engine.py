@@ -136,7 +136,8 @@ def _prepare_network(config: RunConfig, model: Model, network: Any) -> None:
     if config.model.fp32_head:
         use_fp32_head(network, model.network.get_output_embeddings())
     network.to(engine_device(config))
-    # A learner may have set another on the original. A tower keeps its own, which is faster than eager.
+    # A learner may have set another attention on the original. A vision tower keeps its own, which is faster than
+    # eager.
     decoder = network if model.pictures is None else Eyes(network, model.pictures).decoder
     decoder.set_attn_implementation("eager")
 

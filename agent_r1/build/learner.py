@@ -26,7 +26,7 @@ from agent_r1.types import ByRole
 
 # Default tokens per pack. On a GPU, small packs are launched more slowly than they are computed.
 PACK_TOKENS = {"cpu": 8192, "cuda": 131_072}
-SFT_MIN_LR_RATIO = 0.1  # of sft.lr, at the last update
+SFT_MIN_LR_RATIO = 0.1  # share of sft.lr at the last update
 
 
 def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
@@ -181,7 +181,7 @@ def critic_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _optimizer_settings(config: RunConfig) -> dict[str, Any]:
-    """Where the state of the optimizer is, and in which format."""
+    """Return where the optimizer keeps its state, and in which format."""
     settings = config.learner
     return {
         "offload_optimizer": settings.offload_optimizer,

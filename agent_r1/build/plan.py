@@ -1,24 +1,27 @@
 """Build and check everything about a run that needs no model.
 
 `build_plan` finds mistakes before a model is loaded or an episode is played. It does not import transformers unless
-the model's chat template is at hand, so a dry run is quick.
+the model's chat template is at hand, so a dry run is quick. Misspelt names are found before torch is imported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from agent_r1.build.checks import check_device, check_disjoint, check_players, check_requirements, check_start
+from agent_r1.algorithm_names import check_early
 from agent_r1.build.models.find import find_model
 from agent_r1.build.recipe import recipe_path
 from agent_r1.build.task import Task, build_task
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError
-from agent_r1.learn.algorithms import Algorithm, get_algorithm
 from agent_r1.runs.observer import Observer
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
 from agent_r1.tokens.formats.table import AUTO
 from agent_r1.types import TaskRow
+
+if TYPE_CHECKING:
+    from agent_r1.learn.algorithms import Algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,12 @@ class Plan:
 
 def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
     """With `resume`, files that only the start of a run needs are not checked: they may be gone."""
-    task, algorithm = build_task(config), build_algorithm(config)
+    task = build_task(config)
+    check_early(config.algorithm.name)  # a recipe that adds an algorithm has done so by now
+
+    from agent_r1.build.checks import check_device, check_disjoint, check_players, check_requirements, check_start
+
+    algorithm = build_algorithm(config)
     check_requirements(config)
     if config.model.chat_template is not None:
         recipe_path(config.model.chat_template, recipe=config.recipe)
@@ -66,6 +74,8 @@ def _trackers(config: RunConfig) -> Observer:
 
 def build_algorithm(config: RunConfig) -> Algorithm:
     """Return the configured algorithm. Raises ConfigError for settings that it does not have or cannot use."""
+    from agent_r1.learn.algorithms import get_algorithm
+
     algorithm = get_algorithm(config.algorithm.name, **config.algorithm.settings)
     algorithm.require_group_size(config.rollout.group_size)
     algorithm.require_updates(num_epochs=config.learner.num_epochs, num_minibatches=config.learner.num_minibatches)

@@ -93,7 +93,7 @@ def digest(*parts: object) -> str:
 
 
 def _content(path: Path) -> object:
-    """Small files by content, so that a copy of a recipe has the same digest."""
+    """Identify small files by content, so that a copy of a recipe has the same digest."""
     try:
         small = path.stat().st_size <= READ_WHOLE
         return hashlib.sha256(path.read_bytes()).hexdigest() if small else _signature(path)

@@ -16,7 +16,7 @@ from agent_r1.build.learner import build_sft_learner, rehearse
 from agent_r1.build.models.cache import cache_root, put
 from agent_r1.build.models.device import model_dtype
 from agent_r1.build.models.find import find_model
-from agent_r1.build.models.load import Model, load_model, save_model
+from agent_r1.build.models.load import Model, load_model, load_tokenizer, save_model
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import code_digest, data_name, digest, folder_digest, recipe_path
 from agent_r1.build.resolve import one_line_errors, resolve
@@ -69,6 +69,12 @@ def base_model(config: RunConfig) -> str | Path:
     if not folder.is_dir():
         put(folder, lambda part: make(directory=part, seed=config.seed))
     return folder
+
+
+def require_base(config: RunConfig) -> None:
+    """Raise ConfigError if the model cannot be had, before a run directory exists: the hub may be out of reach."""
+    if config.model.path is not None:
+        load_tokenizer(config, str(base_model(config)))
 
 
 def needs_reference(config: RunConfig) -> bool:

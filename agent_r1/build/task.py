@@ -44,7 +44,7 @@ class Task:
     """Everything of a recipe except the model. Creates the flows and envs of rows."""
 
     config: RunConfig
-    source: str | Callable[..., Any]  # of rows, which are read on demand: evaluation and chat need no training rows
+    source: str | Callable[..., Any]  # where rows come from; read on demand: evaluation and chat need no training rows
     scorer: Scorer
     env: type[AgentEnv]  # default env and flow; a row may name others
     flow: type[AgentFlowBase]

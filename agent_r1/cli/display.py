@@ -25,7 +25,7 @@ from agent_r1.types import Trajectory
 from agent_r1.vision.contents import text_of
 
 BARS = "▁▂▃▄▅▆▇█"
-SILENT_SECONDS = 20.0  # without a terminal, print progress within a step after this time
+SILENT_SECONDS = 20.0  # without a terminal, steps longer than this print their progress
 
 
 class Display:

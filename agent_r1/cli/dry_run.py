@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def print_training_plan(
     config: RunConfig, plan: Plan, console: Console, *, done: int | None = None, settings: dict[str, Any] | None = None
 ) -> None:
-    """`done` is the step of the checkpoint that training continues from, `settings` are those of verl."""
+    """`done` is the step of the checkpoint that training continues from, `settings` are verl's settings."""
     rollout, trainer = config.rollout, config.trainer
     if done is not None:
         start = f"after step {done}, {trainer.steps - done} more"

@@ -24,7 +24,7 @@ _LIMITS = {
     "notes": ("turns",),
     "summary": ("max_tokens", "keep_turns"),
 }
-MANY_SUMMARIES = 0.5  # per action
+MANY_SUMMARIES = 0.5  # summaries per action
 
 
 def remarks(run: RunDir, trained: Sequence[Record], *, start: int, steps: int, total: int) -> list[str]:
@@ -79,7 +79,7 @@ def eval_failures(episodes: Sequence[Trajectory], run: RunDir) -> str:
 
 
 def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
-    """Many summaries mean that prompts are short of room, not long."""
+    """Remark on many summaries: they mean that prompts have too little room, not that episodes are long."""
     context = run.settings["context"]
     if context["policy"] != "summary":
         return []
@@ -94,7 +94,7 @@ def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
 
 
 def _unused_context(run: RunDir, trained: Sequence[Record]) -> list[str]:
-    """A context policy that left nothing out. A rewrite cannot be judged: it may add to what is shown."""
+    """Remark on a context policy that left nothing out. A rewrite cannot be judged: it may add to what is shown."""
     context = run.settings["context"]
     strips = context.get("reasoning") == "strip"  # absent in older runs
     policy = "reasoning=strip" if strips and context["policy"] == "append" else context["policy"]
@@ -128,7 +128,7 @@ def _nothing_learned(run: RunDir, trained: Sequence[Record]) -> list[str]:
 
 
 def _cause_in_worst_step(run: RunDir, failed: Mapping[int, int]) -> str:
-    """Read the episodes of one step only; not every step's are kept."""
+    """Return the most common cause in the worst step whose episodes were kept."""
     kept = [step for step in failed if failed[step] and run.trajectories_file("train", step).exists()]
     if not kept:
         return ""

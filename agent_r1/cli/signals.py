@@ -155,7 +155,8 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
 def watch_for_blocking(
     loop: asyncio.AbstractEventLoop, warn: Callable[[str], None], seconds: float = BLOCKED_SECONDS
 ) -> Iterator[None]:
-    """Warn once, from another thread, if an environment blocks this thread's event loop and so every other episode."""
+    """Warn once, from another thread, if an environment blocks this thread's event loop, and with it every other
+    episode."""
     watched, ended = threading.get_ident(), threading.Event()
     last_beat = time.monotonic()
 
@@ -185,7 +186,8 @@ def watch_for_blocking(
 
 
 def _env_at_work(frame: FrameType | None) -> str | None:
-    """Return the running method of an environment with file and line, or None if none is running, as in learning."""
+    """Return the running method of an environment with file and line, or None if none is running, for example while the
+    learner works."""
     frames: list[FrameType] = []
     while frame is not None and frame.f_code is not call_env.__code__:
         frames.append(frame)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
@@ -42,10 +42,10 @@ class Job:
     """A run to train, and its directory."""
 
     config: RunConfig
-    words: list[str]  # of the command line, without the run directory
+    words: list[str]  # words of the command line, without the run directory
     path: Path | None  # None: a new one
     resume: bool = False
-    changes: bool = False  # to the config of an existing run
+    changes: bool = False  # whether the config of an existing run changes
     done: int | None = None  # the step of the checkpoint that training continues from
 
 
@@ -99,12 +99,11 @@ def flatten(tree: Any, name: str = "") -> dict[str, Any]:
 def run_job(job: Job, console: Console, *, gpus: int | None, dry_run: bool, crew: Crew) -> None:
     """Train here, or on as many ranks as there are `gpus`."""
     from agent_r1.build.plan import build_plan
-    from agent_r1.ranks.rank_crew import RankCrew
 
-    if isinstance(crew, RankCrew):
+    if type(crew) is not Crew:
         if gpus is not None:
             raise ConfigError("--gpus starts the ranks itself: leave it out under torchrun and srun")
-        _join_group(crew, job)
+        _join_group(cast("RankCrew", crew), job)
     if gpus is not None:
         _check_gpus(job.config, gpus)
     # Finds mistakes before a run directory or a model exists.
@@ -155,9 +154,12 @@ def _launch(job: Job, size: int) -> None:
 
 
 def _train(job: Job, plan: Plan, console: Console, crew: Crew) -> None:
+    from agent_r1.build.start import require_base
     from agent_r1.cli.commands.train import rank_log, run_training  # imports transformers
 
     if crew.ranks.is_main:
+        if not job.resume:
+            require_base(job.config)
         directory = _directory(job)
         if not job.resume:
             console.print(Text(f"run directory {directory}"), soft_wrap=True)
@@ -224,7 +226,7 @@ def _join_group(crew: RankCrew, job: Job) -> None:
     if getattr(job.config.engine, "device", None) is not None:
         raise ConfigError("engine.device works with one rank: of several, each samples on its own GPU. Leave it out")
     crew.connect(on_gpu=model_device(job.config).type == "cuda")
-    settings = job.config.model_dump(exclude={"recipe"})  # a path, which may differ between hosts
+    settings = job.config.model_dump(exclude={"recipe"})  # `recipe` is a path, which may differ between hosts
     facts = {name: version(name) for name in ("torch", "transformers")} | flatten(settings)
     facts["agent-r1"] = __version__
     facts["code of the recipe"] = code_digest(named_code(job.config), recipe=job.config.recipe)
@@ -232,7 +234,8 @@ def _join_group(crew: RankCrew, job: Job) -> None:
 
 
 def _leave(crew: RankCrew, error: BaseException, screen: Any) -> None:
-    """End this rank after an error: find the cause, and let one rank report it. Returns if that is to raise it."""
+    """End this rank after an error: find the cause, and let one rank report it. Returns if this rank should raise the
+    error."""
     from agent_r1.ranks.rank_crew import error_line, is_lost_peer
     from agent_r1.ranks.watch import GRACE_SECONDS, claims_report
 

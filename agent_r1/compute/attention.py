@@ -37,7 +37,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels compute it."""
+        """Whether fused kernels can compute these scores."""
         return self.softcap is None and self.sinks_H is None
 
 

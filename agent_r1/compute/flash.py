@@ -85,7 +85,7 @@ def flash_runs_backward(  # noqa: PLR0913 (an operator takes tensors and numbers
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Deterministic if torch's deterministic mode is on."""
-    # The random state of a dropout that is off.
+    # Dropout is off, but the operator wants its random state.
     seed_and_offset = torch.zeros(2, dtype=torch.uint64, device=query_NHD.device)
     unused = torch.empty(0, dtype=torch.uint64, device=query_NHD.device)
     query_gradient, key_gradient, value_gradient = torch.ops.aten._flash_attention_backward(

@@ -57,7 +57,7 @@ def _check_gateway(config: RunConfig) -> None:
             raise ConfigError(f"gateway.{name} has no effect on a function: leave it out, or set gateway.command")
     for name, given in {"tools": task.tools, "env_kwargs": task.env_kwargs}.items():
         if given:
-            raise ConfigError(f"task.{name} has no effect with task.flow=gateway: the agent has tools of its own")
+            raise ConfigError(f"task.{name} has no effect with task.flow=gateway: the agent brings its own tools")
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from agent_r1.errors import did_you_mean, nearest
 
 Section = type[BaseModel]
-MAX_VALUE_CHARS = 200  # of a value in a message
+MAX_VALUE_CHARS = 200  # characters of a value in a message
 
 
 def explain(error: Any, root: Section) -> str:
@@ -88,7 +88,7 @@ def _is_literal(kind: str, text: str) -> bool:
 def _place(location: list[str], root: Section) -> tuple[list[str], Section | None, str]:
     """Return the path as people write it, the section of its last part, and the kind of that section.
 
-    If a section has several kinds, pydantic puts the kind between its name and that of the field."""
+    If a section has several kinds, pydantic puts the kind between the name of the section and the name of the field."""
     path, section, kind = [], root, ""
     rest = location[:-1]
     while rest:

@@ -67,7 +67,7 @@ def split_presets(recipe: str) -> tuple[str, list[str]]:
 
 
 def read_layers(path: Path, presets: Sequence[str] = ()) -> list[DictConfig]:
-    """Return the layers of a file, its `base` first, and those of the `presets` beside it."""
+    """Return the layers of a file, its `base` first, then the `presets` beside it."""
     layers, base = _read_with_base(path)
     for name in presets:
         file = path.with_name(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
@@ -117,7 +117,7 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         policy, other = _value(new, "context.policy"), _value(old, "context.policy")
         if None not in (policy, other) and policy != other:
             reasoning = _value(old, "context.reasoning")
-            below.context = {} if reasoning is None else {"reasoning": reasoning}  # which every policy has
+            below.context = {} if reasoning is None else {"reasoning": reasoning}  # every policy has this setting
         kind = _value(new, "engine.kind")
         if kind not in (None, _value(old, "engine.kind") or DEFAULT_ENGINE):
             below.engine = {}
@@ -164,8 +164,8 @@ def _value(tree: Tree, setting: str) -> Any:
 
 
 def _needs(*names: str, idle: tuple[Any, ...] = (None, 0), which: str = "") -> tuple[str, Callable[[Tree], bool]]:
-    """A condition for a setting to have an effect, in words and as a test: one of `names` has a value other than
-    `idle`."""
+    """Return a condition for a setting to have an effect, in words and as a function: one of `names` has a value other
+    than `idle`."""
     return " or ".join(names) + which, lambda tree: any(_value(tree, name) not in idle for name in names)
 
 

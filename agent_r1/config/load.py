@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from agent_r1.algorithm_names import check_early
 from agent_r1.config.checks import check_together
 from agent_r1.config.errors import explain
 from agent_r1.config.layers import check_idle, merge_layers, plain, read_layers, read_overrides, split_presets
@@ -33,8 +34,11 @@ def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[st
         raise ConfigError(f"cannot combine the settings of {path} and the overrides: {error}") from error
     if "recipe" in tree:
         raise ConfigError("recipe is not a setting: name the recipe as the first argument")
-    name = recipe if recipe == PYTHON or path.parent.parent == RECIPES else "+".join([str(path.resolve()), *presets])
+    is_bundled = path.parent.parent == RECIPES
+    name = recipe if recipe == PYTHON or is_bundled else "+".join([str(path.resolve()), *presets])
     config = parse_config(tree | {"recipe": name})
+    if is_bundled:  # other recipes may add algorithms
+        check_early(config.algorithm.name)
     check_idle(layers, stages)
     _check_secrets(plain(stages[-1], resolve=False))
     played = config.rollout.rows_per_step * config.rollout.group_size

@@ -15,7 +15,7 @@ _PYTHON_FILE = RECIPES.parent / "api" / "python" / "base.yaml"
 
 
 def recipe_file(recipe: str) -> Path:
-    """Return the YAML file of a recipe; with several presets, that of the first."""
+    """Return the YAML file of a recipe; with several presets, the file of the first."""
     if recipe == PYTHON:
         return _PYTHON_FILE
     recipe, _ = split_presets(recipe)

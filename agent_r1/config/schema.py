@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(read_switch)]
-Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
+Decay = Literal["constant", "linear", "cosine"]  # how a learning rate falls after its warm-up
 Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -56,7 +56,7 @@ class TaskConfig(Section):
     env_kwargs: dict[str, Any] = {}  # settings of the env; a row's env_kwargs are merged on top
     # functions or classes of the recipe or of a module, names of registered tools, or {mcp: {command: ...}}
     tools: list[str | dict[str, dict[str, Any]]] = []
-    tool_kwargs: dict[str, dict[str, Any]] = {}  # by tool name: settings of tools that are classes
+    tool_kwargs: dict[str, dict[str, Any]] = {}  # settings of tool classes, by tool name
     resources: list[str] = []  # objects of the recipe, opened before the first episode and closed at the end
     workers: WorkersConfig | None = None  # None: environments run in the event loop
 
@@ -110,16 +110,16 @@ class SFTConfig(Section):
     batch_size: int = Field(default=32, ge=1)  # trajectories per update
     lr: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
-    schedule: Decay = "cosine"  # to a tenth of lr
+    schedule: Decay = "cosine"  # falls to a tenth of lr
     target_loss: float | None = Field(default=None, gt=0)  # stop early at this loss, averaged over 20 updates
 
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
-    settings: dict[str, Any] = {}  # of the algorithm, e.g. {clip_high: 0.28}; defaults in learn/algorithms.py
+    settings: dict[str, Any] = {}  # settings of the algorithm, e.g. {clip_high: 0.28}; defaults in learn/algorithms.py
     kl_coef: float = Field(default=0.0, ge=0)  # KL to the initial policy; 0 keeps no reference model
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"] = "k3"  # in the loss
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k1_weighted", "k3_weighted"] = "k3"  # for a KL in the loss
     kl_target: float | None = Field(default=None, gt=0)  # KL per token that kl_coef is adapted to, with kl_in=reward
     kl_horizon: int = Field(default=10_000, ge=1)  # trajectories over which it adapts
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -141,7 +141,7 @@ class CriticConfig(Section):
     shared: bool = False  # a head on the policy's backbone instead of a second model
     lr: float | None = Field(default=None, gt=0)  # None: ten times learner.lr
     value_clip: float | None = Field(default=None, gt=0)
-    value_coef: float = Field(default=1.0, gt=0)  # of the value loss beside the policy's
+    value_coef: float = Field(default=1.0, gt=0)  # weight of the value loss beside the policy's loss
     warmup_updates: int = Field(default=0, ge=0)  # updates that train only the critic
     warmup_steps: int | None = Field(default=None, ge=0)  # None: learner.warmup_steps
     schedule: Decay | None = None  # None: learner.schedule
@@ -158,7 +158,7 @@ class CorrectionConfig(Section):
 
 
 class RoleConfig(Section):
-    temperature: float | None = Field(default=None, gt=0)  # None, here and below: as `rollout` says
+    temperature: float | None = Field(default=None, gt=0)  # None, here and below: the value in `rollout`
     max_response_tokens: int | None = Field(default=None, ge=1)
 
 
@@ -169,12 +169,12 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)  # 0: no limit; the learner renormalises over the kept tokens
     max_steps: int = Field(default=8, ge=1)  # actions; summaries are not counted
-    max_response_tokens: int = Field(default=256, ge=1)  # per step
+    max_response_tokens: int = Field(default=256, ge=1)  # tokens of one response
     max_context_tokens: int = Field(default=4096, ge=2)  # prompt plus response of one step
     episode_seconds: float = Field(default=300.0, gt=0)
     max_concurrent: int = Field(default=1024, ge=1)  # episodes played at once
     max_error_fraction: float = Field(default=0.5, ge=0, le=1)
-    roles: dict[str, RoleConfig] = {}  # by the names that the flow declares
+    roles: dict[str, RoleConfig] = {}  # settings by role, as the flow names them
 
 
 class ContextSection(Section):
@@ -206,8 +206,8 @@ class SummaryContext(ContextSection):
     """When a prompt grows too long, the model writes a summary, in a step that is trained too."""
 
     policy: Literal["summary"]
-    max_tokens: int = Field(default=2048, ge=1)  # of a prompt; longer ones are summarised
-    summary_tokens: int = Field(default=256, ge=1)  # of a summary
+    max_tokens: int = Field(default=2048, ge=1)  # tokens of a prompt; longer prompts are summarised
+    summary_tokens: int = Field(default=256, ge=1)  # tokens of a summary
     keep_turns: int = Field(default=1, ge=1)  # exchanges kept verbatim
     instruction: str = Field(
         min_length=1,
@@ -229,8 +229,8 @@ class NotesContext(ContextSection):
 
     policy: Literal["notes"]
     turns: int = Field(default=4, ge=1)  # exchanges kept verbatim
-    notes: int = Field(default=4, ge=1)  # earlier ones, chosen by the words they share with the observation
-    note_chars: int = Field(default=400, ge=1)  # of each
+    notes: int = Field(default=4, ge=1)  # earlier exchanges shown, chosen by the words they share with the observation
+    note_chars: int = Field(default=400, ge=1)  # characters of each of them
 
 
 ContextConfig = Annotated[
@@ -250,7 +250,7 @@ class LocalEngineConfig(Section):
     max_batch_tokens: int | None = Field(default=None, ge=1)  # prompt tokens per step; None: 2,048, on a GPU 16,384
     # size of the KV cache; None: 131,072, on a GPU as many as gpu_memory_share holds
     max_cached_tokens: int | None = Field(default=None, ge=256)
-    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # of free memory, for the KV cache; None: 0.3
+    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)  # share of free memory for the KV cache; None: 0.3
     burst: int | None = Field(default=None, ge=1)  # most tokens sampled on a GPU between checks by the host; None: 16
     compile: bool | None = None  # torch.compile the decoder layers, on a GPU; None: yes
     threads: int | None = Field(default=None, ge=1)  # torch threads, on a CPU; None: unchanged
@@ -269,9 +269,9 @@ class VLLMEngineConfig(Section):
     """vLLM servers: started by us with `python`, or running ones with `urls`."""
 
     kind: Literal["vllm"]
-    urls: list[str] = []  # of running servers, e.g. [http://node1:8000]
+    urls: list[str] = []  # addresses of running servers, e.g. [http://node1:8000]
     python: str | None = None  # the interpreter of an environment with vLLM, to start servers with
-    gpus: list[int] = []  # for the servers that are started, as nvidia-smi numbers them; empty: on the CPU
+    gpus: list[int] = []  # GPUs of the servers that are started, as nvidia-smi numbers them; empty: the CPU
     tensor_parallel: int = Field(default=1, ge=1)  # GPUs per server
     servers: int | None = Field(default=None, ge=1)  # number of servers on a CPU; None: 1
     args: list[str] = []  # further arguments of the servers, e.g. [--gpu-memory-utilization, "0.5"]
@@ -299,7 +299,7 @@ class LearnerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Decay = "constant"  # over trainer.steps
-    min_lr_ratio: float = Field(default=0.1, ge=0, lt=1)  # of lr, at the last step of a schedule
+    min_lr_ratio: float = Field(default=0.1, ge=0, lt=1)  # share of lr at the last step of a schedule
     max_grad_norm: float = Field(default=1.0, gt=0)
     num_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)
@@ -345,10 +345,10 @@ class GatewayConfig(Section):
     command: str | list[str] | None = None  # instead of agent: a program, with placeholders such as {prompt}
     stdin: Literal["none", "row", "prompt"] = "none"  # what the program reads: nothing, the row as JSON, the prompt
     env: dict[str, str] = {}  # further environment variables of the program
-    on_failure: Literal["fail", "score"] = "fail"  # what an agent's failure does: fail the episode, or nothing
-    shows_ground_truth: bool = False  # to the agent, for example because it grades its own answer
+    on_failure: Literal["fail", "score"] = "fail"  # fail: the episode fails; score: the reward function judges it
+    shows_ground_truth: bool = False  # show it to the agent, for example because it grades its own answer
     tool_format: str = "auto"  # auto: the chat template's
-    tool_role: str | None = None  # of messages with results; None: the format's own
+    tool_role: str | None = None  # role of messages with results; None: the format's own
 
 
 class VerlConfig(Section):

@@ -4,7 +4,7 @@
 
 A value is the name of a column, with dots for what lies inside it, or a text with such names in braces. `answer` is the
 ground truth; fields that rows do not have go to `extra_info`, as do all columns that do not fill a field alone, except
-those of the answer.
+the columns of the answer.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def row_from_record(record: Mapping[str, Any], *, place: str, folder: Path | Non
         raise DataError(f"{place} is {type(record).__name__}, not a mapping of columns")
     if record.get("prompt") is None:
         raise DataError(f"{place} has no 'prompt'; its columns are {sorted(record)}. A prompt is text or messages")
-    if record.get("ground_truth") is not None:  # in extra_info the environment would see it, but not the reward
+    if record.get("ground_truth") is not None:  # in extra_info, the environment would see it, not the reward
         raise DataError(f"{place}: move ground_truth into reward_model: {{'ground_truth': ...}}")
     agent_name, row_id = record.get("agent_name"), record.get("row_id")
     if agent_name is not None and not isinstance(agent_name, str):

@@ -16,7 +16,14 @@ from agent_r1.build.models.source import as_directory
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model
 from agent_r1.config import RunConfig
-from agent_r1.doctor.players import DEMOS, MUCH_BY_CHANCE, Played, play_demonstrations, play_unskilled
+from agent_r1.doctor.players import (
+    DEMOS,
+    MUCH_BY_CHANCE,
+    Played,
+    load_few_demos,
+    play_demonstrations,
+    play_unskilled,
+)
 from agent_r1.doctor.quick import row_problems
 from agent_r1.errors import DataError
 from agent_r1.rollout.collect import most_common_failure
@@ -40,7 +47,8 @@ async def check_task(config: RunConfig, plan: Plan, console: Console, count: int
     renderer = Renderer(tokenizer, template_kwargs=config.model.template_kwargs, pictures=pictures)
     played = []
     try:
-        demonstrated = await play_demonstrations(config, plan, renderer, count, found.warnings.append)
+        demos = load_few_demos(config, count)
+        demonstrated = await play_demonstrations(config, plan, renderer, demos, found.warnings.append)
         played += [] if demonstrated is None else [demonstrated]
     except DataError as error:
         found.errors.append(str(error))
@@ -64,10 +72,9 @@ def _judge(played: Sequence[Played], config: RunConfig, found: Findings) -> None
     for each in played:
         if not each.failures:
             continue
-        many = len(each.failures) > config.rollout.max_error_fraction * len(each.episodes)
         cause = " ".join(str(most_common_failure(each.failures)[0]).split())
         line = f"{len(each.failures)} of {len(each.episodes)} episodes of the {each.agent} agent failed: {cause}"
-        (found.errors if many else found.warnings).append(line)
+        (found.errors if each.fails_often(config) else found.warnings).append(line)
     for each in played:
         share = f"{each.successes} of {len(each.episodes)}"
         if each.agent == DEMOS and not each.successes:

@@ -6,75 +6,58 @@ They see behaviour only. `agent_r1.envs.check` has stricter contracts, for the t
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from agent_r1.build.plan import Plan
 from agent_r1.config import RunConfig
+from agent_r1.doctor.canary import check_answer_in_prompt, check_canary
 from agent_r1.doctor.finding import Finding, green, red, yellow
 from agent_r1.doctor.players import (
     DEMOS,
     MUCH_BY_CHANCE,
     Played,
+    Shown,
+    load_few_demos,
     make_env,
     play,
+    play_answers,
     play_demonstrations,
     play_unskilled,
-    read,
     silent_collector,
 )
-from agent_r1.envs.check import CANARY
+from agent_r1.doctor.quick import judge_room
+from agent_r1.doctor.watchdog import Pulse, watched
 from agent_r1.errors import DataError
+from agent_r1.guard import guarded
 from agent_r1.rollout.collect import most_common_failure
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.types import Group, StopReason, TaskRow, Trajectory
+from agent_r1.types import StopReason, TaskRow, Trajectory
 
 TWICE = 4  # rows that are played and scored again
+LONGEST = 4  # rows with most characters, whose first prompts are looked at
 LARGE_REWARD = 100.0
-BLOCKED = 2.0  # seconds
-MIN_ANSWER = 6  # characters; shorter answers occur in prompts by accident
-FEW_GOOD = 0.25  # some demonstrations are imperfect on purpose, to leave something to learn
-OFTEN = 0.9  # share of rows
+BLOCKED, BLOCKED_ONCE = 2.0, 10.0  # seconds
+UNBLOCK = "Await what takes time, or set task.workers.processes=4 to run environments in processes"
+NAME_BLOCKING = "other episodes go on"
+FEW_GOOD = 0.1  # some demonstrations are imperfect on purpose, to leave something to learn
 
 
-@dataclass(slots=True)
-class Gaps:
-    """The longest time for which all other episodes were blocked."""
+async def check_environment(
+    config: RunConfig, plan: Plan, renderer: Renderer, count: int, *, seconds: float, end: Callable[[str], None]
+) -> list[Finding]:
+    """Play up to `count` rows with each agent, for at most `seconds` per episode. The task's resources must be open.
 
-    longest: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """The episodes of the agents, for checks to read."""
-
-    config: RunConfig
-    plan: Plan
-    renderer: Renderer
-    rows: Sequence[TaskRow]
-    demonstrated: Played | None
-    unskilled: list[Played]
-    gaps: Gaps
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def played(self) -> list[Played]:
-        return [each for each in (self.demonstrated, *self.unskilled) if each is not None]
-
-
-async def check_environment(config: RunConfig, plan: Plan, renderer: Renderer, count: int) -> list[Finding]:
-    """Play up to `count` rows with each agent. The task's resources must be open."""
-    rows, notes, gaps = plan.train_rows[:count], list[str](), Gaps()
-    found: list[Finding] = []
-    demonstrated = None
-    async with _watched(gaps):
+    Calls `end` if user code blocks everything for as long; see `watched`."""
+    allowed = config.rollout.episode_seconds
+    config, plan = _limited(config, plan, seconds)
+    rows, demos = plan.train_rows[:count], load_few_demos(config, count)
+    found, demonstrated = list[Finding](), None
+    async with watched(seconds, end) as pulse:
         try:
-            demonstrated = await play_demonstrations(config, plan, renderer, count, notes.append)
+            demonstrated = await play_demonstrations(config, plan, renderer, demos, lambda _: None)
         except DataError as error:
             found.append(
                 red("demonstrations", " ".join(str(error).split()), "Correct sft.demos or the limits of rollout")
@@ -87,23 +70,38 @@ async def check_environment(config: RunConfig, plan: Plan, renderer: Renderer, c
             rows=rows,
             demonstrated=demonstrated,
             unskilled=unskilled,
-            gaps=gaps,
-            notes=notes,
         )
-        repeated = await check_repeats(shown)
-        leaks = await check_canary(shown)
-    found += check_failures(shown)
-    found += [] if found and demonstrated is None else check_demonstrations(shown)
+        found += check_failures(shown, allowed)
+        if not any(each.is_late for each in shown.played):  # else the others would take as long
+            found += await _check_play(shown, has_demos=bool(demos))
+    return found + check_blocking(pulse)
+
+
+def _limited(config: RunConfig, plan: Plan, seconds: float) -> tuple[RunConfig, Plan]:
+    rollout, scorer = config.rollout, plan.task.scorer
+    limited = rollout.model_copy(update={"episode_seconds": min(seconds, rollout.episode_seconds)})
+    scorer = replace(scorer, timeout=min(seconds, scorer.timeout))
+    return config.model_copy(update={"rollout": limited}), replace(plan, task=replace(plan.task, scorer=scorer))
+
+
+async def _check_play(shown: Shown, *, has_demos: bool) -> list[Finding]:
+    found: list[Finding] = []
+    if shown.demonstrated is not None:
+        found += check_demonstrations(shown, shown.demonstrated)
+    elif not has_demos:
+        found += await check_answers(shown)
     found += check_silence_and_chance(shown)
     found += check_rewards(shown)
-    found += repeated + leaks
+    found += await check_repeats(shown)
+    found += await check_canary(shown)
     found += check_answer_in_prompt(shown)
-    found += await check_close(shown)
-    return found + check_blocking(shown)
+    found += await check_room(shown)
+    return found + await check_close(shown)
 
 
-def check_failures(shown: Shown) -> list[Finding]:
-    name, found = "episodes end without errors", []
+def check_failures(shown: Shown, allowed: float) -> list[Finding]:
+    """`allowed`: the recipe's own time limit of an episode, which may be longer than ours."""
+    name, found, limit = "episodes end without errors", list[Finding](), shown.config.rollout.episode_seconds
     for each in shown.played:
         if not each.failures:
             continue
@@ -113,19 +111,17 @@ def check_failures(shown: Shown) -> list[Finding]:
         fix = "Correct the code that it names: failed episodes are not trained on"
         if late:
             fix = "Make the tool or env quicker, or raise rollout.episode_seconds"
-        many = len(each.failures) > shown.config.rollout.max_error_fraction * len(each.episodes)
-        found.append((red if many or each.agent == DEMOS else yellow)(name, evidence, fix))
+            if limit < allowed:
+                fix = f"Make the tool or env quicker, or wait longer than {limit:g} s, such as --seconds {allowed:g}"
+        is_bad = each.fails_often(shown.config) or each.agent == DEMOS
+        found.append((red if is_bad else yellow)(name, evidence, fix))
     return found or [green(name, f"{sum(len(each.episodes) for each in shown.played)} episodes, none failed")]
 
 
-def check_demonstrations(shown: Shown) -> list[Finding]:
-    name, each = "demonstrations score high", shown.demonstrated
-    wanted = f"task.success_reward={shown.config.task.success_reward:g}"
-    if each is None:
-        return [green(name, "there are none (sft.demos), so nothing shows that the reward can be earned")]
-    part = earns_part(each, shown.unskilled)
-    if not each.successes:
-        most = max(each.rewards)
+def check_demonstrations(shown: Shown, each: Played) -> list[Finding]:
+    name, wanted = "demonstrations score high", f"task.success_reward={shown.config.task.success_reward:g}"
+    part, most = earns_part(each, shown.unskilled), max(each.rewards)
+    if not each.successes and not (part and most >= shown.config.task.success_reward):  # with process rewards
         evidence = f"none earns {wanted}: the highest of {len(each.episodes)} rewards is {most:g}"
         report = yellow if part and 2 * most >= shown.config.task.success_reward else red
         return [report(name, evidence, "Correct task.reward or sft.demos, or lower task.success_reward")]
@@ -146,6 +142,23 @@ def check_demonstrations(shown: Shown) -> list[Finding]:
         return [yellow("demonstrations call tools", evidence, "Correct the calls in sft.demos: they are imitated")]
     average = f", {fmean(each.rewards):.2g} on average" if part else ""
     return [green(name, f"{each.successes} of {len(each.episodes)} earn {wanted}{average}")]
+
+
+async def check_answers(shown: Shown) -> list[Finding]:
+    """Without demonstrations, only the ground truth can show that the reward can be earned."""
+    name, wanted = "reward can be earned", f"task.success_reward={shown.config.task.success_reward:g}"
+    fix = "Set sft.demos to a function that solves a few rows: demonstrations show that the reward can be earned"
+    if shown.config.sft.trajectories is not None:
+        return [green(name, f"by the episodes of sft.trajectories={shown.config.sft.trajectories}")]
+    said = await play_answers(shown.config, shown.plan, shown.renderer, shown.rows[:TWICE])
+    if said is None:
+        return [yellow(name, "nothing shows it: there are no demonstrations, and no ground truths that are text", fix)]
+    wording, each = said
+    counted = f"said as {wording.format('...')!r}, the ground truth earns {wanted} in"
+    if each.successes:
+        return [green(name, f"{counted} {each.successes} of {len(each.episodes)} episodes")]
+    evidence = f"nothing shows it: there are no demonstrations, and {counted} no episode, at most {max(each.rewards):g}"
+    return [yellow(name, evidence, fix)]
 
 
 def earns_part(demonstrated: Played, unskilled: Sequence[Played]) -> bool:
@@ -204,63 +217,23 @@ def _prompts(trajectory: Trajectory) -> list[tuple[list[int], float]]:
     return [(step.prompt_ids, step.reward) for step in trajectory.steps]
 
 
-async def check_canary(shown: Shown) -> list[Finding]:
-    """Replace the ground truth by a made-up word, and look for it in the policy's prompts."""
-    name = "ground truth is never shown"
-    rows = [_with_canary(row) for row in shown.rows[:TWICE] if row.ground_truth is not None]
-    if not rows:
-        return [green(name, "rows have none (reward_model.ground_truth)")]
-    groups: list[Group] = []
-    for agent in ("empty", "random"):
-        groups += await play(shown.config, shown.plan, shown.renderer, agent, rows)
-    for group in groups:
-        for step in group.trajectories[0].steps:
-            text = read(shown.renderer, step.prompt_ids)
-            if CANARY in text or CANARY in step.feedback:
-                around = (text if CANARY in text else step.feedback).partition(CANARY)[0][-60:]
-                return [
-                    red(
-                        name,
-                        f"the policy sees the ground truth of row {group.row.row_id!r} after {around!r}",
-                        "Keep the answer out of env_kwargs, extra_info and everything that the env or a tool shows",
-                    )
-                ]
-    played = sum(bool(group.trajectories[0].steps) for group in groups)  # an env may refuse such a row
-    return [green(name, f"a canary in its place was not seen in {played} episodes")]
+async def check_room(shown: Shown) -> list[Finding]:
+    """First prompts as the env shows them, of the rows played and of those that look longest, held-out ones too."""
+    name, limits = "prompts leave room to answer", shown.config.rollout
+    rows = [*shown.plan.train_rows, *shown.plan.test_rows]
+    longest = sorted(rows, key=_characters)[-LONGEST:]
+    groups = await play(shown.config, shown.plan, shown.renderer, "empty", longest)
+    sizes: dict[str, int] = {}
+    for each in (*(group.trajectories[0] for group in groups), *(e for p in shown.played for e in p.episodes)):
+        if each.steps:
+            sizes[each.row_id] = len(each.steps[0].prompt_ids)
+        elif each.failure is not None and each.failure.kind == "nothing sampled":
+            sizes[each.row_id] = limits.max_context_tokens
+    return judge_room(name, [(size, row_id) for row_id, size in sizes.items()], len(rows), limits)
 
 
-def _with_canary(row: TaskRow) -> TaskRow:
-    """Put the canary wherever the row has the answer, except where the policy may read it: in its prompt."""
-    truth = row.ground_truth
-    return replace(
-        row,
-        reward_model={**row.reward_model, "ground_truth": _replaced(truth, truth, whole=True)},
-        env_kwargs=_replaced(dict(row.env_kwargs), truth),
-        extra_info=_replaced(dict(row.extra_info), truth),
-    )
-
-
-def _replaced(value: Any, truth: Any, *, whole: bool = False) -> Any:
-    """A copy with the canary for every value equal to the ground truth; with `whole`, for every text or number."""
-    if isinstance(value, Mapping):
-        return {key: _replaced(each, truth, whole=whole) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replaced(each, truth, whole=whole) for each in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    is_answer = type(value) is type(truth) and value == truth
-    return CANARY if whole or (is_answer and isinstance(value, str) and len(value) >= MIN_ANSWER) else value
-
-
-def check_answer_in_prompt(shown: Shown) -> list[Finding]:
-    name = "prompt does not tell the answer"
-    answers = [(row, row.ground_truth) for row in shown.rows if isinstance(row.ground_truth, str)]
-    long = [(row, answer) for row, answer in answers if len(answer.strip()) >= MIN_ANSWER]
-    told = [row for row, answer in long if any(answer.strip() in str(each.get("content")) for each in row.prompt)]
-    if len(long) > 1 and len(told) >= OFTEN * len(long):
-        evidence = f"{len(told)} of {len(long)} prompts contain the row's ground truth"
-        return [yellow(name, evidence, "Remove it from the prompt, unless the task is to choose from what is given")]
-    return [green(name, f"{len(told)} of {len(shown.rows)} prompts contain the row's ground truth")]
+def _characters(row: TaskRow) -> int:
+    return len(json.dumps([row.prompt, row.env_kwargs, row.extra_info], default=str))
 
 
 async def check_close(shown: Shown) -> list[Finding]:
@@ -269,41 +242,29 @@ async def check_close(shown: Shown) -> list[Finding]:
     if env is None:
         return []
     try:
-        await env.close()
-        await env.close()
+        for _ in range(2):
+            await guarded(env.close(), seconds=shown.config.rollout.episode_seconds)
     except Exception as error:  # noqa: BLE001 (user code)
         evidence = f"{type(env).__name__}.close raised {type(error).__name__}: {error}"
         return [red("env can be closed", evidence, "Let close work before reset, and when it is called twice")]
     return [green("env can be closed", "before an episode, and twice")]
 
 
-def check_blocking(shown: Shown) -> list[Finding]:
-    name, seconds = "other episodes go on", shown.gaps.longest
-    if seconds > BLOCKED:
-        return [
-            yellow(
-                name,
-                f"an environment, tool or reward blocked all episodes for {seconds:.1f} s, and no time limit ends it",
-                "Await what takes time, or set task.workers.processes=4 to run environments in processes",
-            )
-        ]
-    return [green(name, f"none waited more than {BLOCKED:g} s for another")]
+def check_blocking(pulse: Pulse) -> list[Finding]:
+    """Once may be the first use of what is then kept, such as an index."""
+    gaps = [gap for gap in pulse.gaps if gap > BLOCKED]
+    if len(gaps) > 1 or sum(gaps) > BLOCKED_ONCE:
+        evidence = (
+            f"an environment, tool or reward blocked all episodes {len(gaps)} times, for up to {max(gaps):.1f} s, and "
+            "no time limit ends it"
+        )
+        return [yellow(NAME_BLOCKING, evidence, UNBLOCK)]
+    return [green(NAME_BLOCKING, f"none waited more than once or for more than {max(gaps, default=BLOCKED):.2g} s")]
 
 
-@asynccontextmanager
-async def _watched(gaps: Gaps) -> AsyncIterator[None]:
-    """Measure how long the event loop is kept busy at a time."""
-
-    async def beat() -> None:
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(0.05)
-            gaps.longest = max(gaps.longest, time.monotonic() - began - 0.05)
-
-    task = asyncio.create_task(beat())
-    await asyncio.sleep(0)
-    try:
-        yield
-    finally:
-        await asyncio.sleep(0.1)  # the last beat
-        task.cancel()
+def blocked(place: str, seconds: float) -> Finding:
+    return red(
+        NAME_BLOCKING,
+        f"{place} has blocked all episodes for {seconds:g} s, and no time limit ends it; doctor stopped here",
+        UNBLOCK,
+    )

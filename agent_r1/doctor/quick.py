@@ -7,9 +7,10 @@ settings, a missing model, a context longer than the model's) are findings too: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
@@ -20,6 +21,7 @@ from agent_r1.build.models.source import as_directory
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, load_demos
 from agent_r1.config import RunConfig
+from agent_r1.config.schema import RolloutConfig
 from agent_r1.doctor.finding import Finding, green, red, refused, yellow
 from agent_r1.doctor.players import RandomAgent, make_env, silent_collector
 from agent_r1.envs.base import AgentEnv
@@ -36,6 +38,7 @@ DRAWS = 12  # calls written and read per tool
 LONGEST_ROWS = 8  # rows whose prompts are rendered: those with most characters
 HIGH_LR = 5e-3  # for models created from scratch; pretrained ones break at far lower rates
 HIGH_PRETRAINED_LR = 1e-4
+RARE = 0.001  # share of rows
 NARROW, WIDE = 0.5, 1.5  # below, sampling explores little; above, it explores nonsense
 WORDS = ("Alpha", "beta 2", "3.5", "naïve", "x_y")
 PROSE = 'Two lines,\n  {"a": [1, 2.5]} and "quotes": 17 * 3 = 51 €.'
@@ -54,9 +57,10 @@ class Parts:
     env: AgentEnv | None  # of the first row; None: its flow has none
 
 
-def prepare(config: RunConfig, plan: Plan) -> Parts:
-    """Load everything that the checks need; creates a recipe's own model. Raises AgentR1Error as training would."""
-    directory = as_directory(str(base_model(config)))
+def prepare(config: RunConfig, plan: Plan, model: str | Path | None = None) -> Parts:
+    """Load everything that the checks need, by default from the recipe's own model, which is created. Raises
+    AgentR1Error as training would."""
+    directory = as_directory(str(model or base_model(config)))
     tokenizer, offline = load_tokenizer(config, directory), without_hub(directory)
     network = AutoConfig.from_pretrained(directory, local_files_only=offline)
     generation = None
@@ -245,14 +249,15 @@ def check_tool_calls(parts: Parts) -> list[Finding]:
 
 
 def check_call_format(parts: Parts) -> list[Finding]:
+    """With the format `auto`, a template that no format reads is an error before this."""
     if not parts.plan.task.calls_tools:
         return []
     name, found = "call format matches the template", template_format(parts.renderer)
     if found.name is None and found.written:
         return [
-            red(
+            yellow(
                 name,
-                f"no known format reads the template's calls: {found.written[:100]!r}",
+                f"the template shows calls that no known format reads, so not the one set: {found.written[:100]!r}",
                 "Register a format with register_format, or set a matching template in model.chat_template",
             )
         ]
@@ -261,25 +266,31 @@ def check_call_format(parts: Parts) -> list[Finding]:
 
 def check_longest_row(parts: Parts) -> list[Finding]:
     """The first prompts of the longest rows, as far as the row tells: an env may add to it."""
-    name, limits, rows = "longest row fits the context", parts.config.rollout, parts.plan.train_rows
+    name, rows = "longest row fits the context", [*parts.plan.train_rows, *parts.plan.test_rows]
     tools = parts.env.tool_schemas if parts.env is not None else []
     longest = sorted((row for row in rows if row.prompt), key=lambda row: -len(json.dumps(row.prompt, default=str)))
     sizes = []
     for row in longest[:LONGEST_ROWS]:
         with suppress(DataError, ValueError, TypeError):  # an env may show the row in another way
             sizes.append((len(parts.renderer.render(Observation(messages=row.prompt), tools)), row.row_id))
-    if not sizes:
-        return []
-    size, row_id = max(sizes)
+    return judge_room(name, sizes, len(rows), parts.config.rollout)
+
+
+def judge_room(name: str, sizes: Sequence[tuple[int, str]], total: int, limits: RolloutConfig) -> list[Finding]:
+    """Whether first prompts, the longest of `total`, leave room for a response. A few among thousands may be too long:
+    their episodes fail, and training goes on with the others."""
     context, response = limits.max_context_tokens, limits.max_response_tokens
-    evidence = f"the prompt of row {row_id!r} has {size} of {context} tokens (rollout.max_context_tokens)"
-    fix = f"Set rollout.max_context_tokens to at least {size + response}, or drop the row"
-    if size >= context:
-        return [red(name, f"{evidence}: nothing can be sampled", fix)]
-    if size + response > context:
-        left = f"{context - size} are left for a response of up to {response}"
-        return [yellow(name, f"{evidence}: {left} (rollout.max_response_tokens)", fix)]
-    return [green(name, evidence)]
+    for room, level in ((0, red), (response, yellow)):
+        long = [each for each in sizes if each[0] + max(room, 1) > context]
+        if long and (len(long) == len(sizes) or len(long) > RARE * total):
+            size, row_id = max(long)
+            evidence = f"the prompt of row {row_id!r} has {size} of {context} tokens (rollout.max_context_tokens)"
+            left = f"{context - size} are left for a response of up to {response} (rollout.max_response_tokens)"
+            fix = f"Set rollout.max_context_tokens to at least {size + response}, or drop the row"
+            return [level(name, f"{evidence}: {left if size < context else 'nothing can be sampled'}", fix)]
+    fitting = [size for size, _ in sizes if size + response <= context]
+    others = f"; {len(sizes) - len(fitting)} of {total} rows are too long" if len(fitting) < len(sizes) else ""
+    return [green(name, f"prompts have up to {max(fitting)} of {context} tokens{others}")] if fitting else []
 
 
 def check_rows(parts: Parts) -> list[Finding]:

@@ -3,7 +3,8 @@
 A replay begins at a checkpoint of the run (or at its starting model, from step 1) and feeds the episodes of each step
 to the same trainer, whose collecting is replaced by reading. On a CPU it ends at the same weights, bit for bit. Replays
 that could not be exact are refused: a missing checkpoint or missing episodes, several ranks, asynchronous runs, runs on
-verl, and algorithms that compare with a greedy attempt, which is not stored.
+verl, algorithms that compare with a greedy attempt, which is not stored, and another kind of device than the run's.
+Other versions of libraries are only reported: they may or may not compute the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from agent_r1.build.collectors import eval_collector, train_collector
 from agent_r1.build.learner import build_learner, rehearse
+from agent_r1.build.models.device import device_name
 from agent_r1.build.models.load import load_model
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
@@ -26,7 +28,7 @@ from agent_r1.config import RunConfig
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.reader import RunReader, list_checkpoints
-from agent_r1.runs.run_dir import RunDir
+from agent_r1.runs.run_dir import RunDir, present_versions
 from agent_r1.runs.trajectories import RecordFile
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
@@ -113,6 +115,22 @@ def plan_replay(run: RunReader, config: RunConfig, plan: Plan, *, first: int) ->
             f"{config.trainer.dump_every}, or the file was removed"
         )
     return Route(start=start, checkpoint=checkpoint, files=files)
+
+
+def compare_versions(run: RunReader, config: RunConfig) -> list[str]:
+    """What has changed since the run, such as "torch 2.9 -> 2.10". Raises ConfigError for another kind of device."""
+    if not run.versions:
+        return [f"{run} does not say with which versions it was trained"]
+    now = present_versions() | {"device": device_name(config)}
+    then = run.versions[-1]
+    if (then.get("device", now["device"]) == "cpu") != (now["device"] == "cpu"):
+        raise ConfigError(
+            f"{run} was trained on {then['device']}, and this would compute on {now['device']}, where sums and number "
+            "formats differ: replay it on a machine of the same kind"
+        )
+    changed = [f"{name} {then[name]} -> {value}" for name, value in now.items() if then.get(name, value) != value]
+    starts = [f"the run itself was continued with other versions {len(run.versions) - 1} times"]
+    return changed + (starts if len(run.versions) > 1 else [])
 
 
 async def replay(

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import combinations
 from math import isclose
 from statistics import StatisticsError, correlation, fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_r1.build.task import Task, build_task
 from agent_r1.config import RunConfig, parse_config
@@ -33,7 +33,8 @@ from agent_r1.runs.trajectories import RecordFile
 from agent_r1.text import first_names
 from agent_r1.types import Group, TaskRow, Trajectory
 
-PROBED = 64  # episodes that the run's own reward is tried on
+PROBED, PROBED_STEPS = 64, 16  # episodes that the run's own reward is tried on, and the steps they are from
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ async def rescore(
     rows = {row.row_id: row for row in task.train_rows()}
     async with opened(task.resources[: len(config.task.resources)]):  # tools are not called
         if not trust_records:
-            await _check_records(run, files[0][1], rows)
+            await _check_records(run, [file for _, file in files], rows)
         changes, unscored = [], 0
         for number, file in files:
             groups = list(_groups(file, rows))
@@ -218,17 +219,19 @@ def _changes(step: int, before: Group, after: Group, task: Task) -> Iterator[Cha
         )
 
 
-async def _check_records(run: RunReader, file: RecordFile, rows: Mapping[str, TaskRow]) -> None:
-    """Raise DataError if the run's own reward gives other values than it recorded."""
+async def _check_records(run: RunReader, files: Sequence[RecordFile], rows: Mapping[str, TaskRow]) -> None:
+    """Raise DataError if the run's own reward gives other values than it recorded, in steps from first to last."""
     scorer = build_task(parse_config(run.settings)).scorer
     if find_judge(scorer.reward) is not None:
         return  # it may well differ
     differing, tried = [], 0
-    for group in _groups(file, rows):
-        differing += await _differing(scorer, group)
-        tried += len(group.trajectories)
-        if tried >= PROBED:
-            break
+    for file in spread(files, PROBED_STEPS):
+        enough = tried + PROBED // min(len(files), PROBED_STEPS)
+        for group in _groups(file, rows):
+            differing += await _differing(scorer, group)
+            tried += len(group.trajectories)
+            if tried >= enough:
+                break
     if differing:
         name, recorded, now = differing[0]
         raise DataError(
@@ -236,6 +239,13 @@ async def _check_records(run: RunReader, file: RecordFile, rows: Mapping[str, Ta
             f"episodes (such as {name}: {recorded:g}, now {now:g}). The records lack something that it reads, or its "
             "code has changed, so another reward cannot be trusted either. If you know why, add --trust-records"
         )
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many items, evenly from the first to the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
 async def _differing(scorer: Scorer, group: Group) -> list[tuple[str, float, float]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +18,14 @@ from agent_r1.build.plan import Plan, build_algorithm
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import AlgorithmConfig, CorrectionConfig
 from agent_r1.doctor.finding import Finding, green, red, refused, yellow
+from agent_r1.doctor.watchdog import watched
 from agent_r1.engines.base import Engine
 from agent_r1.errors import AgentR1Error
 from agent_r1.learn.learner import Learner
+from agent_r1.learn.memory import fixed_bytes
 from agent_r1.learn.rewards import is_uniform, is_valid
 from agent_r1.places import anchored
+from agent_r1.rollout.collect import too_many
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 
 MANY_CUT, MOST_CUT = 0.25, 0.75
@@ -41,21 +46,24 @@ class Sampled:
         return [each for group in self.groups for each in group.trajectories]
 
 
-async def check_engine(config: RunConfig, plan: Plan, start: str | Path, count: int) -> list[Finding]:
-    """Sample `count` rows with the model at `start` as the first step would."""
+async def check_engine(
+    config: RunConfig, plan: Plan, start: str | Path, count: int, *, seconds: float, end: Callable[[str], None]
+) -> list[Finding]:
+    """Sample `count` rows with the model at `start` as the first step would. `seconds` and `end` are for `watched`."""
     model = load_model(config, start)
     lora = lora_settings(config)
     engine = build_engine(config, model, adapters=lora if lora is not None and not lora.merges else None)
     try:
-        sampled = await _sample(config, plan, model, engine, count)
+        async with watched(seconds, end):
+            sampled = await sample(config, plan, model, engine, count)
     finally:
         await engine.close()
     found = check_failed(sampled) + check_tool_use(sampled) + check_cut(sampled) + check_groups(sampled)
-    learner = _resting_learner(config, model)
+    learner = resting_learner(config, model)
     return found + check_gap(sampled, learner) + check_memory(config, learner) + check_disk(config, model)
 
 
-async def _sample(config: RunConfig, plan: Plan, model: Model, engine: Engine, count: int) -> Sampled:
+async def sample(config: RunConfig, plan: Plan, model: Model, engine: Engine, count: int) -> Sampled:
     collector = train_collector(config, plan.task, model.renderer, engine)
     groups = await collector(plan.train_rows[:count], seed=config.seed)
     return Sampled(config=config, plan=plan, groups=await plan.task.scorer(groups))
@@ -66,7 +74,7 @@ def check_failed(sampled: Sampled) -> list[Finding]:
     failed = [each for each in sampled.episodes if each.stop.is_failure]
     if failed:
         evidence = f"{len(failed)} of {len(sampled.episodes)} failed, such as {failed[0].failure}"
-        many = len(failed) > sampled.config.rollout.max_error_fraction * len(sampled.episodes)
+        many = too_many(failed, sampled.episodes, sampled.config.rollout.max_error_fraction)
         return [(red if many else yellow)(name, evidence, "Correct the code that it names")]
     return [green(name, f"{len(sampled.episodes)} episodes, none failed")]
 
@@ -116,7 +124,7 @@ def check_groups(sampled: Sampled) -> list[Finding]:
     return [green(name, evidence)]
 
 
-def _resting_learner(config: RunConfig, model: Model) -> Learner:
+def resting_learner(config: RunConfig, model: Model) -> Learner:
     """The run's learner with learning rate 0 and a plain loss, which compares sampler and learner."""
     at_rest = config.model_copy(
         update={
@@ -149,7 +157,11 @@ def check_gap(sampled: Sampled, learner: Learner) -> list[Finding]:
 
 
 def check_memory(config: RunConfig, learner: Learner) -> list[Finding]:
-    name = "a step fits into memory"
+    """On a GPU measured, on a CPU only what is there in every step."""
+    name, fixed, memory = "a step fits into memory", sum(fixed_bytes(learner).values()), _main_memory()
+    if learner.policy.device.type == "cpu" and fixed > memory:
+        evidence = f"weights, gradients and optimizer need {_gib(fixed)} of {_gib(memory)}"
+        return [red(name, evidence, "Train a smaller model, or adapters (lora)")]
     apart = config.algorithm.kl_coef > 0 or build_algorithm(config).needs_critic
     try:
         return [green(name, f"{rehearse(config, learner)}{'; critic and reference come on top' if apart else ''}")]
@@ -166,6 +178,10 @@ def check_disk(config: RunConfig, model: Model) -> list[Finding]:
     if kept * size > free:
         return [red(name, evidence, "Free some space, or set --run to another disk, or trainer.keep_checkpoints=1")]
     return [green(name, evidence)]
+
+
+def _main_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _existing(path: Path) -> Path:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agent_r1.doctor.finding import Finding, Level
-from agent_r1.doctor.replay_run import Comparison
 from agent_r1.doctor.rescore import Rescored, mean_change
+
+if TYPE_CHECKING:
+    from agent_r1.doctor.replay_run import Comparison  # imports torch
 
 STYLES = {Level.GREEN: "green", Level.YELLOW: "yellow", Level.RED: "bold red"}
 

@@ -50,7 +50,7 @@ class Prompt:
     """What the model reads before it responds."""
 
     ids: list[int]
-    media: tuple[Picture, ...] = ()  # that negative ids belong to; an engine for text only refuses the prompt
+    media: tuple[Picture, ...] = ()  # pictures behind the negative ids; an engine for text only refuses the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from agent_r1.errors import RolloutError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-SETTLE_TURNS = 32  # of the event loop after an answer, in which the episode can send its next request
+SETTLE_TURNS = 32  # turns of the event loop after an answer, in which the episode can send its next request
 LOOP_CHECK_SECONDS = 1.0  # between checks whether the event loop still exists
 # Ways to compute, fastest first: transformers' attention, and whether sequences are padded to one length.
 WAYS = (("sdpa", True), ("eager", True), ("sdpa", False), ("eager", False))

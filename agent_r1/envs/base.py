@@ -153,7 +153,7 @@ def _simple_settings(cls: type[AgentEnv]) -> dict[str, list[type]]:
     for name, parameter in parameters.items():
         union = get_origin(parameter.annotation) in (Union, UnionType)
         kinds = list(get_args(parameter.annotation) if union else [parameter.annotation])
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # not *args, **kwargs
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # no *args, no **kwargs
         if named and all(isinstance(kind, type) and kind in _IN_WORDS for kind in kinds):
             defaults = [type(parameter.default)] if type(parameter.default) in _IN_WORDS else []  # `seed: int = None`
             simple[name] = list(dict.fromkeys([*kinds, *defaults]))

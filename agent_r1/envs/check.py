@@ -24,7 +24,7 @@ from agent_r1.tools.runner import run_tool
 from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord
 
 CANARY = "CANARY-7f3a"
-CANARY_NUMBER = 70_310_529_641  # for answers that an env may read as a number
+CANARY_NUMBER = 70_310_529_641  # the canary for answers that an env may read as a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,7 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
     # The canary is put within reach even of an env that must not read it: if it looks, it is caught.
     for index, observation in enumerate((await _play(make, _with_canary(row), actions, hide=False)).observations):
         text = repr(observation.messages or observation.text)
-        leaks = CANARY in text or str(CANARY_NUMBER) in text
-        assert not leaks, f"observation {index} shows the answer to the policy: {text[:200]}"
+        assert find_canary(text) is None, f"observation {index} shows the answer to the policy: {text[:200]}"
 
     if isinstance(unplayed, ToolEnv) and (tools := find_overlapping(first.calls, unplayed.parallel_tools)):
         problem = await _find_lost_update(make, row, actions, first)
@@ -169,7 +168,7 @@ async def _close_twice(env: AgentEnv) -> None:
 
 def _with_canary(row: TaskRow) -> TaskRow:
     """Replace the answer by a canary, also where `extra_info` repeats it as text or a list."""
-    canary = _canary_like(row.ground_truth)
+    canary = canary_like(row.ground_truth)
 
     def mark(value: Any) -> Any:
         if isinstance(value, str | list) and value == row.ground_truth:
@@ -179,12 +178,16 @@ def _with_canary(row: TaskRow) -> TaskRow:
     return replace(row, reward_model={**row.reward_model, "ground_truth": canary}, extra_info=mark(row.extra_info))
 
 
-def _canary_like(answer: Any) -> Any:
+def find_canary(text: str) -> str | None:
+    return next((canary for canary in (CANARY, str(CANARY_NUMBER), f"{CANARY_NUMBER:,}") if canary in text), None)
+
+
+def canary_like(answer: Any) -> Any:
     """Return a canary of the answer's type, so that an env which reads answers can read it."""
     if isinstance(answer, Mapping):
-        return {key: _canary_like(value) for key, value in answer.items()}
+        return {key: canary_like(value) for key, value in answer.items()}
     if isinstance(answer, list | tuple):
-        return type(answer)(_canary_like(value) for value in answer)
+        return type(answer)(canary_like(value) for value in answer)
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return type(answer)(CANARY_NUMBER)
     is_number = isinstance(answer, str) and re.fullmatch(r"\s*-?[\d.,]+\s*", answer)

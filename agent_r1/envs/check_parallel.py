@@ -21,12 +21,12 @@ from agent_r1.types import ToolCallRecord
 
 QUIET_SECONDS = 0.1  # wait for further threads before the first one continues
 STALL_SECONDS = 0.05  # a thread without progress for this long waits for a lock or is inside a library
-MAX_STEPS = 2000  # per thread, so that a long computation does not hit the tool's timeout
+MAX_STEPS = 2000  # interleaved instructions per thread, so that a long computation does not hit the tool's timeout
 _PACKAGE = Path(__file__).parents[1]
 _OURS = [_PACKAGE / part for part in ("envs", "flows", "tokens", "tools/base.py", "tools/runner.py", "guard.py")]
 
-State = dict[str, Any]  # the row's values, by a description of name and tool
-Calls = Sequence[Sequence[ToolCallRecord]]  # of each step
+State = dict[str, Any]  # the row's values; keys describe a value and its tool
+Calls = Sequence[Sequence[ToolCallRecord]]  # the calls of each step
 
 
 class _Turns:
@@ -34,7 +34,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._steps: dict[int, int] = {}  # by thread: instructions it has executed
+        self._steps: dict[int, int] = {}  # instructions executed, by thread
         self._stalled: set[int] = set()  # the others do not wait for these until they make progress
         self._last_arrival = 0.0
 
@@ -111,7 +111,7 @@ def find_difference(
     parallel_begin, parallel_end = parallel_states
     for key, value in end.items():
         if begin[key] == value and parallel_begin[key] == parallel_end[key]:
-            continue  # no play changed it, so it may differ between them, as the name of a session does
+            continue  # neither play changed it, so the plays may differ, for example in the name of a session
         if begin[key] != parallel_begin[key]:
             return f"{key} is shared by episodes: create a new one for each env"
         if value != parallel_end[key]:

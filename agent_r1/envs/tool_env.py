@@ -62,7 +62,7 @@ class ToolEnv(AgentEnv):
         tools_kwargs: Mapping[str, Any] | None = None,
         max_bad_calls: int = 3,
         max_calls: int = MAX_CALLS,  # per response; further calls are refused
-        max_result_chars: int = 8000,  # of one result; the rest is cut, and the model is told how much
+        max_result_chars: int = 8000,  # characters of one result; the rest is cut, and the model is told how much
         tool_role: str | None = None,  # None: the format's own; "user" for templates without a tool role
         parallel: bool = True,  # False: calls never overlap, not even those of `parallel` tools
     ) -> None:
@@ -76,7 +76,7 @@ class ToolEnv(AgentEnv):
         self._tool_role = tool_role
         self.parallel = parallel
         self._messages: list[Message] | None = None  # None: before the first reset and after the end
-        self._bad_calls = 0  # in a row
+        self._bad_calls = 0  # bad calls in a row
 
     @property
     def parallel_tools(self) -> frozenset[str]:
@@ -235,7 +235,7 @@ def _with_pictures(message: Message, pictures: Sequence[Picture]) -> Message:
     text, marked = message["content"], message.get("from_tool")
     parts = [{"type": "image", "image": picture} for picture in pictures]
     words = [{"type": "text", "text": text}] if text else []
-    # All of a message in parts is the tool's, if any of it is: the end of its text is no longer the end of its content.
+    # Mark the whole message: in a content of parts, the tool's text cannot be marked by its end.
     return {**message, "content": [*words, *parts], **({"from_tool": True} if marked else {})}
 
 

@@ -120,8 +120,8 @@ class DropResults(ContextPolicy):
             return {**message, "content": self.placeholder}
         dropped = _text_part(self.placeholder)
         if not any(map(is_image, content)):
-            return {**message, "content": [dropped]}  # some templates accept nothing but parts
-        # The text of a picture is its caption, which takes few tokens beside it.
+            return {**message, "content": [dropped]}  # some templates only accept a list of parts
+        # Keep the text beside a picture: it is the caption, and takes few tokens.
         return {**message, "content": [dropped if is_image(part) else part for part in content]}
 
 
@@ -131,7 +131,7 @@ class Notes(ContextPolicy):
 
     turns: int
     notes: int  # earlier exchanges to show
-    note_chars: int  # per exchange
+    note_chars: int  # maximum characters of each exchange
     _word_counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     async def show(self, messages: list[Message]) -> ContextView:
@@ -208,7 +208,7 @@ class Rewrite(ContextPolicy):
         except (TypeError, ValueError) as error:
             raise DataError(f"{source} returned {shown!r:.80}; it must return a list of messages: {error}") from error
         if shown[-1]["role"] == "assistant":
-            raise DataError(f"{source} returned messages that end with the assistant's; the next reply is the model's")
+            raise DataError(f"{source} returned messages that end with one from the assistant; the model replies next")
         kept = set(map(_as_json, shown))
         return ContextView(messages=shown, hidden=sum(_as_json(message) not in kept for message in messages))
 

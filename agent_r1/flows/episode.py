@@ -28,8 +28,6 @@ from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
 
-__all__ = ["Episode", "EpisodeLimit", "Limits", "Response"]
-
 logger = logging.getLogger(__name__)
 
 # No vocabulary has tokens this long, so longer text cannot fit the budget and is refused before it is tokenised.
@@ -39,7 +37,7 @@ ToolSchemas = list[dict[str, Any]]
 
 
 class _Call:
-    """A running call of an episode. Not a generator: those take longer to enter and leave."""
+    """A running call of an episode. A class, because generators take longer to enter and leave."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode, self._task = episode, asyncio.current_task()
@@ -68,24 +66,24 @@ class Episode:
         renderer: Renderer,
         limits: Limits,
         seed: int,
-        role_sampling: Mapping[str, Sampling] | None = None,  # of roles that have their own settings
+        role_sampling: Mapping[str, Sampling] | None = None,  # for roles that have their own settings
     ) -> None:
         self.episode_id = episode_id
         self.renderer = renderer
         self.limits = limits
         self.steps: list[Step] = []
         self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
-        self.next_pictures: tuple[Picture, ...] = ()  # that this prompt shows
+        self.next_pictures: tuple[Picture, ...] = ()  # pictures shown in that prompt
         self.num_actions = 0  # steps that are not summaries
         self.messages: list[Message] = []  # the complete conversation of the last `act`
-        self.opening: list[Message] = []  # that of the first one
+        self.opening: list[Message] = []  # the complete conversation of the first `act`
         self.limit: StopReason | None = None  # the budget that ended the episode, even before anything was sampled
         self.limit_reason = ""
         self.limit_setting = ""  # the field of `Limits`
         self.fault: str | None = None  # a failure that ended the episode without an exception
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
-        self.roles: tuple[str, ...] = ()  # that the flow may name
+        self.roles: tuple[str, ...] = ()  # the roles that the flow may name
         self._sampler = sampler
         samplings = {**(role_sampling or {}), "": sampling}  # by role
         self._sampling = {
@@ -94,12 +92,12 @@ class Episode:
         self._began = time.perf_counter()
         self._seed = seed
         self._conversations = Conversations(renderer)
-        self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and their characters
+        self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and how many characters they have
         self._begun_policies: list[ContextPolicy] = []
         self._acting: set[asyncio.Task[Any] | None] = set()  # the tasks that wait for a response
-        self._numbers: list[int] = []  # of each step: which call it was
+        self._numbers: list[int] = []  # the number of the call behind each step
         self._calls = 0
-        self.is_closed = False  # the steps are those of a trajectory now, which may be scored already
+        self.is_closed = False  # the steps now belong to a trajectory, which may already be scored
 
     async def close(self) -> None:
         """Sample nothing more for this episode, and cancel calls that its flow has left behind."""
@@ -137,7 +135,7 @@ class Episode:
         *,
         tools: ToolSchemas | None = None,
         after: Sequence[Exchange] = (),  # exchanges that the observation follows, the longest first
-        max_tokens: int | None = None,  # fewer than the limit
+        max_tokens: int | None = None,  # a lower limit for this response
         stop_texts: Sequence[str] = (),  # the response ends with the token that completes one of them
         role: str = "",  # one of the flow's `roles`
     ) -> Response:
@@ -208,7 +206,7 @@ class Episode:
         if context is not None:
             view = await self._view(observation, context, _Writer(self, tools, role))
             observation, hidden = Observation(messages=view.messages), view.hidden
-            await _check_pictures(observation)  # the policy may show others
+            await _check_pictures(observation)  # the policy may show other pictures
         prompt = self._render(observation, tools)
         completion, text = await self._sample(prompt, self._response_limit(role), hidden, role=role)
         self.num_actions += 1
@@ -236,8 +234,8 @@ class Episode:
     async def _unanswered_prompt(
         self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
     ) -> Prompt:
-        """The prompt that would have come next, for a critic: of an action, or of the summary before it. Empty if it
-        cannot be built, because the episode has ended anyway."""
+        """Return the prompt that would have come next, for a critic: the prompt of an action, or of the summary before
+        it. Empty if it cannot be built: the episode has ended, so this is not an error."""
         try:
             if context is not None:
                 view = await self._view(observation, context, _Writer(self, tools, "", may_sample=False))
@@ -262,7 +260,7 @@ class Episode:
         if room < 1:
             reason = f"the prompt has {len(prompt.ids)} tokens, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
-        if self.is_closed:  # while a context policy was running
+        if self.is_closed:  # the episode ended while a context policy was running
             raise RuntimeError("the episode had ended before anything was sampled")
         started = time.perf_counter()
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
@@ -317,7 +315,7 @@ class Episode:
     def observe(
         self, transition: Transition, *, to: Response | None = None, seconds: float = 0.0, source: str = "the env"
     ) -> None:
-        """Attach an answer to the last step, or to that of a response; `step` does this itself.
+        """Attach an answer to the last step, or to the step of a response; `step` does this itself.
 
         Several answers to one step add up: rewards and seconds are summed, calls and feedback are appended, and later
         keys of `info` win. Values that cannot be recorded raise here, so that they fail only this episode.
@@ -370,7 +368,7 @@ class _Writer:
     episode: Episode
     tools: ToolSchemas
     role: str
-    may_sample: bool = True  # False: the episode has ended, and only the prompt is of interest
+    may_sample: bool = True  # False: the episode has ended, and only the prompt is needed
 
     def count_tokens(self, messages: list[Message]) -> int:
         return len(self.episode._render(Observation(messages=messages), self.tools).ids)

@@ -36,15 +36,15 @@ class AgentFlowBase(ABC):
     # Whether `run` passes `context=self.context` to `episode.act`. A class with its own `run` must set it again.
     uses_context: ClassVar[bool] = False
     uses_env: ClassVar[bool] = True  # False: settings of environments are refused
-    roles: ClassVar[tuple[str, ...]] = ()  # that `episode.act(..., role=...)` may name
+    roles: ClassVar[tuple[str, ...]] = ()  # roles that `episode.act(..., role=...)` may name
     context: ContextPolicy | None = None  # this episode's policy; None: everything is shown
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if isinstance(cls.roles, str):  # `role in roles` would look for a part of the text
+        if isinstance(cls.roles, str):  # with a string, `role in roles` would match substrings
             raise TypeError(f"{cls.__name__}.roles must be a tuple: write roles = ({cls.roles!r},)")
         first = next(each for each in cls.__mro__ if {"run", "uses_context"} & vars(each).keys())
-        if "uses_context" not in vars(first):  # the class, or a mixin, defines `run` without setting it
+        if "uses_context" not in vars(first):  # the class, or a mixin, defines `run` without setting `uses_context`
             cls.uses_context = False
 
     def __init__(self, make_env: Callable[[TaskRow], AgentEnv]) -> None:
@@ -66,7 +66,7 @@ class AgentFlowBase(ABC):
             yield env, observation
         finally:
             try:
-                if getattr(env.close, "__func__", None) is not AgentEnv.close:  # which does nothing
+                if getattr(env.close, "__func__", None) is not AgentEnv.close:  # the default does nothing
                     await guarded(env.close(), seconds=CLOSE_SECONDS)
             except Exception as error:  # noqa: BLE001 (the episode has ended, and its outcome counts)
                 logger.error("closing %s failed\n%s", type(env).__name__, trace(error))

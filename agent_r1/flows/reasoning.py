@@ -16,7 +16,7 @@ from agent_r1.tokens.formats.base import Span, ToolCallFormat, remove_spans
 from agent_r1.tokens.rendering import EDITED, PARSED_KEYS
 from agent_r1.types import Message
 
-KEYS = PARSED_KEYS - {"tool_calls"}  # that hold thinking
+KEYS = PARSED_KEYS - {"tool_calls"}  # keys that hold thinking
 _BLOCK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -28,7 +28,7 @@ class StripReasoning(ContextPolicy):
         self._format = tool_format
 
     def __copy__(self) -> StripReasoning:
-        """With a copy of the other policy, which may hold a summary of the conversation so far."""
+        """Copy the other policy too: it may hold a summary of the conversation so far."""
         other = object.__new__(type(self))
         vars(other).update({**vars(self), "_policy": copy(self._policy)})
         return other
@@ -58,7 +58,7 @@ class StripReasoning(ContextPolicy):
             return message
         shown = {key: value for key, value in message.items() if key not in KEYS}
         if isinstance(content := message.get("content"), str):
-            # What the env has parsed does not begin inside thinking, even if the prompt opened it.
+            # A content that the env has parsed does not begin inside thinking, even if the prompt opened it.
             parsed = "</think>" not in content and any(message.get(key) for key in PARSED_KEYS)
             shown["content"] = strip_thinking(
                 content, self._format.for_prompt(thinks=False) if parsed else self._format

@@ -23,14 +23,14 @@ TokenSpan = Callable[[int, int], tuple[int, int]]  # characters [start, end) of 
 class Response:
     """A response that overlapping calls may wait for; see `Episode.respond`."""
 
-    text: str  # without the stop token, and without a stop text and what follows it
-    token_ids: list[int]  # as sampled, up to the end of a stop text
+    text: str  # without the stop token; ends before a stop text
+    token_ids: list[int]  # the sampled ids, up to the end of a stop text
     logprobs: list[float]
     prompt_tokens: int
     is_cut: bool  # a token limit ended it
     extends: bool  # the prompt continues an earlier exchange with its exact ids
-    exchange: Exchange  # that later calls may continue
-    number: int  # of the call; see `Episode.position`
+    exchange: Exchange  # the exchange that later calls may continue
+    number: int  # number of the call; see `Episode.position`
 
 
 def attach_transition(
@@ -65,7 +65,7 @@ def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | 
 
 def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
     if len(info) <= 16 and all(type(key) is str and _is_short(key) and _is_short(info[key]) for key in info):
-        return dict(info)  # as it would come back from JSON, which is below the limit
+        return dict(info)  # short, and JSON would give back the same
     try:
         text = json.dumps(info, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError) as error:

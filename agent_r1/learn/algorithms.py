@@ -1,7 +1,7 @@
 """The algorithms, as rows of one table: how rewards become advantages, and which loss trains on them.
 
 Learner, trainer and rollout never ask which one runs. To add one: a pure function in `advantages.py` or `losses.py`, an
-estimator in `estimators.py` that feeds it, a row, a test. Nothing here knows models.
+estimator in `estimators.py` that feeds it, a name in `algorithm_names.py`, a row, a test. Nothing here knows models.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 
+from agent_r1.algorithm_names import PAPERS, check_name
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.learn import estimators, losses
 from agent_r1.learn.credit import CreditFunction
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One row. Its settings: the keyword arguments of the two functions, and the fields below the line."""
+    """One row of the table. Its settings are the arguments of the two functions and the fields below the line."""
 
     name: str
     paper: str
@@ -162,38 +163,31 @@ _ANCHORED = partial(
 _DAPO: dict[str, Any] = {"sampling_rounds": 3, "overlong_penalty": 1.0}
 _PAIRS: dict[str, Any] = {"min_group_size": 2}  # attempts are compared with each other
 
+
+def _row(name: str, credit: CreditFunction, loss: LossFunction, **needs: Any) -> Algorithm:
+    return Algorithm(name, PAPERS[name], credit, loss, **needs)
+
+
 _ROWS = [
-    # name, paper, credit, loss, what else it needs
-    Algorithm("grpo", "arXiv:2402.03300", _GROUP, _CLIP, **_PAIRS),
-    Algorithm(
-        "dr_grpo", "arXiv:2503.20783", partial(_GROUP, scale="none"), partial(_CLIP, aggregation="constant"), **_PAIRS
-    ),
-    Algorithm("dapo", "arXiv:2503.14476", _GROUP, partial(_CLIP, clip_high=0.28), **_PAIRS, **_DAPO),
-    Algorithm("gspo", "arXiv:2507.18071", _GROUP, _STEP_CLIP, **_PAIRS, own_old_logprobs=True),
-    Algorithm("cispo", "arXiv:2506.13585", _GROUP, _CAPPED, **_PAIRS),
-    Algorithm("rloo", "arXiv:2402.14740", estimators.leave_one_out_return, _CLIP, **_PAIRS),
-    Algorithm(
-        "remax", "arXiv:2310.10505", estimators.greedy_difference, _REINFORCE, needs_greedy=True, on_policy_only=True
-    ),
-    Algorithm("reinforce", "10.1007/BF00992696", _STEP_RETURN, _REINFORCE, on_policy_only=True),
-    Algorithm("reinforce++", "arXiv:2501.03262", _TOKEN_RETURN, _CLIP),
-    Algorithm("reinforce++_baseline", "arXiv:2501.03262", estimators.whitened_group_return, _CLIP, **_PAIRS),
-    Algorithm("ppo", "arXiv:1707.06347", partial(estimators.token_gae, **_GAE), _CLIP, needs_critic=True),
-    Algorithm(
-        "steppo",
-        "arXiv:2604.18401",
-        partial(estimators.step_gae, **_GAE),
-        _STEP_CLIP,
-        needs_critic=True,
-        own_old_logprobs=True,
-    ),
-    Algorithm("gigpo", "arXiv:2505.10978", _ANCHORED, _CLIP, **_PAIRS),
+    # name, credit, loss, what else it needs
+    _row("grpo", _GROUP, _CLIP, **_PAIRS),
+    _row("dr_grpo", partial(_GROUP, scale="none"), partial(_CLIP, aggregation="constant"), **_PAIRS),
+    _row("dapo", _GROUP, partial(_CLIP, clip_high=0.28), **_PAIRS, **_DAPO),
+    _row("gspo", _GROUP, _STEP_CLIP, **_PAIRS, own_old_logprobs=True),
+    _row("cispo", _GROUP, _CAPPED, **_PAIRS),
+    _row("rloo", estimators.leave_one_out_return, _CLIP, **_PAIRS),
+    _row("remax", estimators.greedy_difference, _REINFORCE, needs_greedy=True, on_policy_only=True),
+    _row("reinforce", _STEP_RETURN, _REINFORCE, on_policy_only=True),
+    _row("reinforce++", _TOKEN_RETURN, _CLIP),
+    _row("reinforce++_baseline", estimators.whitened_group_return, _CLIP, **_PAIRS),
+    _row("ppo", partial(estimators.token_gae, **_GAE), _CLIP, needs_critic=True),
+    _row("steppo", partial(estimators.step_gae, **_GAE), _STEP_CLIP, needs_critic=True, own_old_logprobs=True),
+    _row("gigpo", _ANCHORED, _CLIP, **_PAIRS),
 ]
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 
 
 def get_algorithm(name: str, **settings: object) -> Algorithm:
     """Look up a row of the table, and change its settings if any are given."""
-    if name not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm {name!r}.{did_you_mean(name, ALGORITHMS)}")
+    check_name(name, ALGORITHMS)
     return ALGORITHMS[name].with_settings(**settings)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Values:
     """A critic's values for one trajectory."""
 
-    per_token: PerToken  # of the state before each response token
-    bootstrap: float | None = None  # of the state a truncated episode would have continued from, if known
+    per_token: PerToken  # value of the state before each response token
+    bootstrap: float | None = None  # value of the state from which a truncated episode would have continued, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +186,8 @@ def _credit_batches(
     values: Sequence[Values] | None,
     kl: Sequence[PerToken] | None,
     *,
-    num_attempts: int | None = None,  # if the trajectories are parts of them
-    others_acted: Sequence[bool] | None = None,  # in the attempt that a trajectory is a part of; None: they are whole
+    num_attempts: int | None = None,  # number of attempts, if the trajectories are parts of attempts
+    others_acted: Sequence[bool] | None = None,  # whether other roles acted, too; None: in no attempt
 ) -> list[CreditedTrajectory]:
     """Place the rewards of all batches together, and credit each batch on its own."""
     groups = list(chain.from_iterable(batches))

@@ -61,7 +61,7 @@ def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
 
 
 def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
-    """ReMax: the return minus that of the greedy attempt; 0 if the greedy attempt failed."""
+    """ReMax: the return minus the greedy attempt's return; 0 if the greedy attempt failed."""
 
     def difference(item: Scored) -> float:
         if item.baseline is None or differ_by_rounding(*sorted([item.total, item.baseline])):
@@ -71,7 +71,7 @@ def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
     return [_broadcast(group, [difference(item) for item in group]) for group in groups]
 
 
-# Step level: one number for all tokens of a step. Token level: each token its own.
+# Step level: one number for all tokens of a step. Token level: one number per token.
 
 
 def step_return(groups: ScoredGroups, *, gamma: Share, whiten_batch: bool) -> list[list[Credit]]:

@@ -44,7 +44,7 @@ from agent_r1.ranks.crew import OneProcess
 from agent_r1.text import first_names
 from agent_r1.types import ByRole, CreditedTrajectory, PerToken, Trajectory
 
-Outcome = Literal["taken", "nonfinite", "too_far"]  # of an optimizer step
+Outcome = Literal["taken", "nonfinite", "too_far"]  # how an optimizer step ended
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -54,9 +54,9 @@ class Learner:
     policy: PolicyModel = field(kw_only=False)
     loss: Callable[[LossInputs], LossOutput]  # an algorithm's `loss`, or `supervised_loss`
     lr: float
-    temperature: ByRole  # of the sampler: the log-probs are those of the distribution it drew from
+    temperature: ByRole  # the sampler's: log-probs must be those of the distribution that it drew from
     betas: tuple[float, float]
-    weight_decay: float  # of matrices; vectors (norms, biases) are never decayed
+    weight_decay: float  # applies to matrices; vectors (norms, biases) are never decayed
     max_grad_norm: float
     max_tokens_per_pack: int
     max_nonfinite_updates: int  # optimizer steps skipped in a row before giving up
@@ -64,7 +64,7 @@ class Learner:
     schedule: Schedule = field(default_factory=lambda: warmup(0))  # multiplies lr
     num_epochs: int = 1
     num_minibatches: int = 1
-    seed: int = 0  # of the order of trajectories from the second epoch on
+    seed: int = 0  # fixes the order of trajectories from the second epoch on
     target_kl: float | None = None  # KL per token to the old log-probs above which the rest of an update is dropped
     kl_coef: float = 0.0  # weight of the KL to `reference` in the loss
     kl_estimator: KLEstimator | None = None  # required with kl_coef
@@ -201,7 +201,7 @@ class Learner:
         return nested(self._query(trajectories, lambda part: own(part) - other(part), supports), trajectories)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name for the engine, tied ones once; adapters alone if the engine shares their base."""
+        """The weights by name for the engine, tied ones once. If the engine shares the base: only the adapters."""
         return self.policy.sampler_weights()
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,13 +34,14 @@ class Counts:
     """Counts of one optimizer step over all packs and ranks: the denominators."""
 
     tokens: int
-    steps: int  # with at least one response token
-    trajectories: int  # with at least one response token
+    steps: int  # steps with at least one response token
+    trajectories: int  # trajectories with at least one response token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The trained tokens of one pack. The tokens of a step always come together; those of a trajectory may not."""
+    """The trained tokens of one pack. All tokens of a step are in the same pack; the tokens of a trajectory may be in
+    several."""
 
     logprobs_T: Tensor  # under the policy being trained; the only one that carries a gradient
     old_logprobs_T: Tensor  # under the policy that sampled
@@ -57,9 +58,9 @@ class LossOutput:
     """A share of the loss, with its metrics."""
 
     loss: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)  # over tokens; summed up, then divided by their count
+    sums: dict[str, Tensor] = field(default_factory=dict)  # sums over tokens; added up, then divided by their count
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    shares: dict[str, Tensor] = field(default_factory=dict)  # of means over the optimizer step; summed up
+    shares: dict[str, Tensor] = field(default_factory=dict)  # shares of means over the optimizer step; added up
 
 
 def token_weights(inputs: LossInputs, *, aggregation: Aggregation, horizon: int) -> Tensor:
@@ -271,7 +272,7 @@ def step_clip(
         clip_low=clip_low,
         clip_high=clip_high,
     )
-    sums, maxima = ratio_report(log_ratio_T)  # of tokens: comparable between algorithms
+    sums, maxima = ratio_report(log_ratio_T)  # per token, so that algorithms can be compared
     return LossOutput(loss=output.loss, sums=output.sums | sums, maxima=maxima)
 
 

@@ -30,7 +30,7 @@ from agent_r1.vision.eyes import MAX_CACHED_BYTES
 from agent_r1.vision.picture_format import PictureFormat
 from agent_r1.vision.pictures import Picture
 
-PROBE_TOKENS = 4096  # of the larger of the first two packs: more than a chunk of the head
+PROBE_TOKENS = 4096  # tokens of the larger of the first two packs: more than a chunk of the head
 # Tokens of a third pack, as a share of those that seem to fit. In small packs, fixed costs such as the logits of a
 # chunk hide the cost per token of one checkpointed layer.
 FAR = 0.5
@@ -40,7 +40,7 @@ ATTEMPTS, OWN_TOKENS = 8, 64
 GROUP_ROWS = SEGMENT_TOKENS - OWN_TOKENS + ATTEMPTS * OWN_TOKENS
 OTHERS_MATTER = 2 * 2**30  # bytes; CUDA itself takes some hundreds of MiB
 PICTURE_PIXELS = 28  # side of the square that becomes one token, roughly
-Layout = Literal["text", "shared", "pictures"]  # of the packs of a measurement
+Layout = Literal["text", "shared", "pictures"]  # the packs that are measured
 ROUND_TOKENS = 1024  # packs are cut to multiples of it, so that a little more or less free memory changes nothing
 SAVINGS = (
     "learner.activation_checkpointing=true, learner.mlp_chunk_tokens=4096, learner.optimizer_state=8bit, "
@@ -57,7 +57,7 @@ class Measured:
     bytes_in_step: int  # needed by the optimizer's step, when packs are gone
     available: int
     elsewhere: int  # held by other processes, or by other libraries in this one
-    first_seconds: float  # of the first of two equal passes, in which layers are compiled
+    first_seconds: float  # time of the first of two equal passes, in which layers are compiled
     second_seconds: float
 
     @property
@@ -109,7 +109,7 @@ def least_room(learner: Learner, *, may_fail: bool = False) -> Measured | None:
 
 
 def fixed_bytes(learner: Learner) -> dict[str, int]:
-    """Bytes on the device that are there in every step."""
+    """Return the bytes that are in use on the device in every step, by purpose."""
     policy, critic = learner.policy.model, learner.critic
     others = [] if critic is None else [*critic.head.parameters()]
     seen = {id(p) for p in policy.parameters()}
@@ -147,7 +147,7 @@ def check_fits(fixed: str, measured: Measured, *, max_tokens_per_pack: int) -> s
         raise ConfigError(
             f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: there is room for "
             f"{fitting} tokens, at {readable(measured.bytes_per_token)} each, beside {fixed} and the engine's cache. "
-            f"Set a lower one; {SAVINGS}{held_by_others(measured.elsewhere)}"
+            f"Lower it; {SAVINGS}{held_by_others(measured.elsewhere)}"
         )
     return (
         f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "
@@ -181,7 +181,7 @@ def held_by_others(size: int) -> str:
 def measure(learner: Learner) -> Measured:
     """Run packs of each layout on the GPU and record the peaks. Nothing is learned, and no gradient is left.
     Layers that compile on first use are compiled here. All ranks must take part."""
-    enough = max(PROBE_TOKENS, 4 * (learner.policy.mlp_chunk_tokens or 0))  # in chunks, both of them
+    enough = max(PROBE_TOKENS, 4 * (learner.policy.mlp_chunk_tokens or 0))  # so that both compute MLPs in chunks
     large = max(4, min(enough, learner.max_tokens_per_pack))  # at least two sizes with something to predict
     small = large // 2
     layouts: list[Layout] = ["text"]

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from agent_r1.learn.sizes import BLOCK
 
-State = dict[str, Tensor]  # of one parameter: its moments and how many steps it has taken
+State = dict[str, Tensor]  # state of one parameter: its moments and how many steps it has taken
 FACTOR = 1e5 ** (1 / 254)  # between two levels of the root: 255 levels reach down to 1e-5 of the largest
 CHUNK = 2**24  # numbers converted at a time, which bounds the memory of a conversion
 TINY = torch.finfo(torch.float32).tiny

@@ -17,11 +17,11 @@ from agent_r1.learn.model.sharding import local, sharded_like, whole
 from agent_r1.learn.moments import State, compress, expand
 from agent_r1.learn.sizes import is_compressed, moment_bytes
 
-Decay = Literal["constant", "linear", "cosine"]  # of a learning rate, after its warm-up
+Decay = Literal["constant", "linear", "cosine"]  # how a learning rate falls after its warm-up
 # (steps taken, steps planned so far), both from 1 -> factor of the learning rate. An update that is empty, skipped or
 # stopped early takes fewer steps than planned: a warm-up counts the steps taken, a decay those planned.
 Schedule = Callable[[int, int], float]
-BUCKET_BYTES = 2**28  # of parameters whose state is brought into AdamW's form together
+BUCKET_BYTES = 2**28  # size of the parameters whose state is brought into AdamW's form together
 
 
 def warmup(steps: int) -> Schedule:
@@ -53,7 +53,7 @@ class Optimizer:
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        weight_decay: float,  # of matrices; vectors (norms, biases) are never decayed
+        weight_decay: float,  # applies to matrices; vectors (norms, biases) are never decayed
         max_grad_norm: float,
         schedule: Schedule,
         offload: bool = False,
@@ -115,7 +115,7 @@ class Optimizer:
         if self.offload and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies to the host may still be running
         adam, ordered = self._adam.state_dict(), self._ordered
-        adam["state"] = {  # those that are not in AdamW's form are plain tensors
+        adam["state"] = {  # tensors that are not in AdamW's form are plain tensors
             index: {name: sharded_like(local(tensor), ordered[index]) for name, tensor in tensors.items()}
             for index, tensors in adam["state"].items()
         }
@@ -159,7 +159,7 @@ class Optimizer:
             self._adam.param_groups = groups
 
     def _kept(self, state: State, p: Tensor, before: State | None = None) -> State:
-        """The form of this rank's state between steps. `before`: host memory to use again."""
+        """The form of this rank's state between steps. `before`: host memory to reuse."""
         if self.eight_bit and is_compressed(_columns(p)) and "exp_avg_scale" not in state:
             state = compress(state)
         if not self.offload:
@@ -191,7 +191,7 @@ def _bytes(parameter: Tensor) -> int:
 
 
 def _columns(parameter: Tensor) -> int:
-    """Numbers of a row, the same on all ranks."""
+    """Length of a row, the same on all ranks."""
     return math.prod(parameter.shape[1:])
 
 

@@ -40,7 +40,7 @@ def total(placed: PerToken) -> float:
 
 
 def process_rewards(trajectory: Trajectory) -> PerToken:
-    """The rewards of the environment and tools on the way."""
+    """Return the rewards that the environment and tools gave during the episode."""
     placed = zeros(trajectory)
     for index, step in enumerate(trajectory.steps):
         for call in step.calls:
@@ -116,7 +116,7 @@ class KLInReward:
 
 @dataclass(kw_only=True)
 class RewardShaper:
-    """All of the above in order, for one batch at a time."""
+    """Applies all of the above in order, to one batch at a time."""
 
     process: ProcessScaling = "raw"
     process_weight: float = 1.0
@@ -126,7 +126,7 @@ class RewardShaper:
     overlong_penalty: float = 0.0
     kl: KLInReward | None = None
     running: RunningStd = field(default_factory=RunningStd)
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last batch
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last batch
 
     def __call__(self, batch: Sequence[Trajectory], kl: Sequence[PerToken | None] | None = None) -> list[PerToken]:
         """Place the rewards, then subtract the KL penalty, if any."""
@@ -153,7 +153,7 @@ class RewardShaper:
         """Subtract the KL penalty and adapt its coefficient; without a penalty, return the rewards unchanged.
 
         `kl` is log pi - log reference of every response token, or None for a trajectory that was not sampled from pi (a
-        greedy one). `num_attempts` is the number of attempts if the trajectories are their parts by role.
+        greedy one). `num_attempts` is the number of attempts, if each trajectory is one role's part of an attempt.
         """
         if (kl is None) != (self.kl is None):
             raise ValueError("pass `kl` if and only if the KL is in the reward")
@@ -199,7 +199,7 @@ def is_uniform(group: Group, shaper: RewardShaper | None = None) -> bool:
     if shaper.by_role:
         roles = {role for trajectory in valid for role in trajectory.roles}
         parts = [[part_of(each, role) for each in valid] for role in roles]
-        compared = [[part for part in own if part.num_response_tokens] for own in parts]  # of those who acted
+        compared = [[part for part in own if part.num_response_tokens] for own in parts]  # without idle roles
     return all(
         differ_by_rounding(min(part), max(part))
         for attempts in compared

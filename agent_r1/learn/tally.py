@@ -19,7 +19,7 @@ class Tally:
     sums: dict[str, float] = field(default_factory=dict)  # over trained tokens
     maxima: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)  # over optimizer steps
-    norms: dict[str, float] = field(default_factory=dict)  # of the gradients of one optimizer step, over all ranks
+    norms: dict[str, float] = field(default_factory=dict)  # gradient norms of one optimizer step, over all ranks
     mismatch: dict[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -16,6 +16,7 @@ from agent_r1.plan.shapes import MEASURED, Shape
 
 GIB = 2**30
 LOGITS_BYTES = 3 * 4 * MAX_LOGITS  # of a chunk: logits, log-probs and gradient in fp32
+FORWARD_MOVES = 1 / 3  # share of a pass without gradients in what a forward and a backward pass move
 
 
 def training_flops(
@@ -29,14 +30,18 @@ def training_flops(
 ) -> float:
     """FLOPs that one forward and backward pass over sequences of these lengths needs.
 
-    2 FLOPs per weight and token forward and 4 backward; the output head only where a token is trained. Attention: a
-    causal sequence of L tokens has L(L+1)/2 pairs of a query and a key, each with 4 FLOPs (score and sum) per unit of
-    `attention_width` (layers x heads x head size) forward, and twice that backward.
+    2 FLOPs per weight and token forward and 4 backward, of which frozen weights save 2; the output head only where a
+    token is trained. Attention: a causal sequence of L tokens has L(L+1)/2 pairs of a query and a key, each with 4
+    FLOPs (score and sum) per unit of `attention_width` (layers x heads x head size) forward, and twice that backward,
+    whether weights are frozen or not.
     """
     sizes = list(lengths)
-    pairs = sum(length * (length + 1) // 2 for length in sizes)
     weights = body_parameters * sum(sizes) + head_parameters * trained
-    return per_weight * weights + 2.0 * per_weight * attention_width * pairs
+    return per_weight * weights + 12.0 * attention_width * sum(causal_pairs(length) for length in sizes)
+
+
+def causal_pairs(length: float) -> float:
+    return length * (length + 1) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +59,12 @@ class Gpu:
         return (1 - RESERVE) * self.memory_gib * GIB
 
     @property
+    def copy_bytes(self) -> float:
+        return _measured("copy_bytes") * self.bytes
+
+    @property
     def matmul_flops(self) -> float:
-        return float(MEASURED["matmul_flops"]["value"]) * self.flops
+        return _measured("matmul_flops") * self.flops
 
     def share(self, name: str, shape: Shape) -> float:
         """A measured share of `matmul_flops`, for a model of this size."""
@@ -79,9 +88,9 @@ def between(points: Sequence[Sequence[float]], x: float) -> float:
 def decode_pass_seconds(shape: Shape, gpu: Gpu, *, sequences: float, context: float, split: int = 1) -> float:
     """One token for each sequence: start the kernels, read weights and cache, multiply. `split` GPUs share a model."""
     weights = shape.body_parameters + shape.head_parameters
-    read = (2 * weights + sequences * context * shape.kv_bytes) / (MEASURED["copy_bytes"]["value"] * gpu.bytes)
+    read = (2 * weights + sequences * context * shape.kv_bytes) / gpu.copy_bytes
     products = 2 * weights * sequences / gpu.share("decode_share", shape)
-    return float(shape.layers * MEASURED["layer_seconds"]["value"] + (read + products) / split)
+    return shape.layers * _measured("layer_seconds") + (read + products) / split
 
 
 def prefill_seconds(shape: Shape, gpu: Gpu, *, tokens: float, context: float = 0.0) -> float:
@@ -92,24 +101,86 @@ def prefill_seconds(shape: Shape, gpu: Gpu, *, tokens: float, context: float = 0
 
 def host_seconds(calls: float) -> float:
     """Host time of each model call: rendering, parsing, scheduling."""
-    return float(MEASURED["call_seconds"]["value"]) * calls
+    return _measured("call_seconds") * calls
 
 
-def update_seconds(shape: Shape, gpu: Gpu, flops: float) -> float:
-    return flops / gpu.share("learner_mfu", shape)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What the learner computes in a step. A prompt that a group shares is computed once."""
+
+    tokens: float
+    pairs: float  # of a query and a key that it sees
+    trained: float  # tokens whose logits are needed
 
 
-def activation_bytes(shape: Shape, tokens: float, *, checkpointing: bool, mlp_chunk: int | None = None) -> float:
-    """Memory of a pack for its backward pass, without gradients."""
-    chunk = 0.0 if mlp_chunk is None else min(tokens, mlp_chunk) * _factor() * shape.mlp_bytes
-    return tokens * bytes_per_token(shape, checkpointing=checkpointing, in_chunks=chunk > 0) + chunk + LOGITS_BYTES
+def update_seconds(shape: Shape, gpu: Gpu, batch: Batch, *, adapter_rank: int | None, checkpointing: bool) -> float:
+    """A forward and a backward pass, and AdamW.
+
+    In units of a forward pass, products with weights cost 3 (2 if the weights are frozen) and attention 3;
+    checkpointing adds 1 to both. The head is computed once more for its backward pass. AdamW reads the gradient, the
+    weight and both moments of a parameter and writes the last three: 28 bytes.
+    """
+    products, again = (3 if adapter_rank is None else 2), int(checkpointing)
+    multiplied = _product_seconds(shape, gpu, batch, body=products + again, head=products + 1, attention=3 + again)
+    moved = _moved_bytes(shape, batch, kept=1 + FORWARD_MOVES * again, logits=1)
+    return multiplied + (moved + 28 * shape.trained_parameters(adapter_rank)) / gpu.copy_bytes
 
 
-def bytes_per_token(shape: Shape, *, checkpointing: bool, in_chunks: bool) -> float:
-    """Of activations. With checkpointing: one fp32 input per layer, and one whole layer. Without MLPs in chunks."""
-    one_layer = _factor() * (shape.activation_bytes - shape.mlp_bytes * in_chunks)
-    return 4 * shape.layers * shape.hidden + one_layer if checkpointing else shape.layers * one_layer
+def forward_seconds(shape: Shape, gpu: Gpu, batch: Batch) -> float:
+    """A pass without gradients."""
+    moved = _moved_bytes(shape, batch, kept=FORWARD_MOVES, logits=FORWARD_MOVES)
+    return _product_seconds(shape, gpu, batch, body=1, head=1, attention=1) + moved / gpu.copy_bytes
 
 
-def _factor() -> float:
-    return float(MEASURED["activation_factor"]["value"])
+def _product_seconds(shape: Shape, gpu: Gpu, batch: Batch, *, body: int, head: int, attention: int) -> float:
+    weights = body * shape.body_parameters * batch.tokens + head * shape.head_parameters * batch.trained
+    scores = attention * shape.attention_width * batch.pairs
+    return (
+        2 * weights / _measured("learner_products") + 4 * scores / _measured("learner_attention")
+    ) / gpu.matmul_flops
+
+
+def _moved_bytes(shape: Shape, batch: Batch, *, kept: float, logits: float) -> float:
+    """Read and written by everything that is no product: norms, activations, rotations, sums; softmax of logits."""
+    activations = _measured("learner_moves") * batch.tokens * shape.layers * shape.activation_bytes
+    return kept * activations + logits * _measured("logit_moves") * batch.trained * 4 * shape.vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """How activations are kept for the backward pass."""
+
+    adapters: bool = False
+    shared_base: bool = False  # below adapters, in bf16: so is what layers pass on
+    checkpointing: bool = False
+    mlp_chunk: int | None = None  # tokens
+
+
+def activation_bytes(shape: Shape, tokens: float, kept: Kept) -> float:
+    """Memory of a pack for its backward pass, without gradients of weights."""
+    packs = tokens * bytes_per_token(shape, kept) + LOGITS_BYTES
+    if kept.mlp_chunk is None:
+        return packs
+    one_mlp = _measured("activation_factor") * shape.mlp_bytes + _backward_bytes(shape, kept)
+    return packs + min(tokens, kept.mlp_chunk) * one_mlp
+
+
+def bytes_per_token(shape: Shape, kept: Kept) -> float:
+    """Of activations, without MLPs in chunks. With checkpointing: the input of each layer, and one whole layer."""
+    in_chunks = kept.mlp_chunk is not None
+    layer = _measured("activation_factor") * (shape.activation_bytes - shape.mlp_bytes * in_chunks)
+    passing = 0.0 if in_chunks else _backward_bytes(shape, kept)
+    if kept.checkpointing:
+        return (2 if kept.shared_base else 4) * shape.layers * shape.hidden + layer + passing
+    return shape.layers * layer + passing
+
+
+def _backward_bytes(shape: Shape, kept: Kept) -> float:
+    """Of a token while the backward pass is in an MLP: the gradient of its widest vector, in bf16. Below adapters that
+    gradient comes over two paths, and peft makes an fp32 copy of the vector: 8 bytes, which agree with both sizes that
+    were measured with adapters."""
+    return (8.0 if kept.adapters else 2.0) * shape.intermediate
+
+
+def _measured(name: str) -> float:
+    return float(MEASURED[name]["value"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from agent_r1.learn.sizes import moment_bytes
 from agent_r1.plan import formulas
-from agent_r1.plan.formulas import Gpu, activation_bytes, bytes_per_token
+from agent_r1.plan.formulas import Batch, Gpu, Kept, activation_bytes, bytes_per_token, causal_pairs
 from agent_r1.plan.shapes import MEASURED, Shape
 
 PACK_TOKENS = 131_072
@@ -50,6 +50,11 @@ class Method:
     eight_bit: bool = False  # AdamW's moments
     mlp_chunk: int | None = None  # tokens
     split: int = 1  # GPUs that share one engine
+
+    def kept(self, *, shared_base: bool) -> Kept:
+        adapters = self.adapter_rank is not None
+        shared = adapters and shared_base
+        return Kept(adapters=adapters, shared_base=shared, checkpointing=self.checkpointing, mlp_chunk=self.mlp_chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,21 +112,21 @@ def estimate(shape: Shape, gpu: Gpu, load: Load, method: Method, *, gpus: int) -
     engines = max(1, gpus // method.split)
     playing = max(1, min(SEQUENCES, math.ceil(min(load.at_once, load.episodes) / engines)))
     free = gpu.usable_bytes - sum(memory.values())
-    saving: dict[str, Any] = {"checkpointing": method.checkpointing, "mlp_chunk": method.mlp_chunk}
+    kept = method.kept(shared_base=gpus == 1)
     one_cache = load.episode_tokens * shape.kv_bytes / method.split
     cache = max(load.longest * shape.kv_bytes / method.split, min(playing * one_cache, CACHE_SHARE * free))
-    per_token = bytes_per_token(shape, checkpointing=method.checkpointing, in_chunks=method.mlp_chunk is not None)
-    fixed = activation_bytes(shape, load.longest, **saving) - load.longest * per_token
+    per_token = bytes_per_token(shape, kept)
+    fixed = activation_bytes(shape, load.longest, kept) - load.longest * per_token
     fitting = (free - cache - fixed) / per_token
     tokens = load.episodes * load.episode_tokens / gpus
     pack = int(max(load.longest, min(PACK_TOKENS, fitting, tokens)))
-    memory |= {"cache": cache, "activations": activation_bytes(shape, pack, **saving)}
+    memory |= {"cache": cache, "activations": activation_bytes(shape, pack, kept)}
     sequences = max(1, min(playing, int(cache / one_cache)))
     work, chain = _collect_seconds(shape, gpu, load, method, engines=engines, sequences=sequences)
     episodes, room = load.episodes / engines, max(sequences, min(SEQUENCES, load.at_once // engines))
     waiting = math.ceil(episodes / sequences) * chain
-    computing = _update_flops(shape, load, method) / gpus
-    update, moving = formulas.update_seconds(shape, gpu, computing), _moving_seconds(shape, method, tokens / pack, gpus)
+    update = _update_seconds(shape, gpu, load, method) / gpus
+    moving = _moving_seconds(shape, method, tokens / pack, gpus)
     sync = 0.0 if method.adapter_rank is not None else 2 * shape.parameters / _link(gpus)
     update = max(update, moving) + _offload_seconds(shape, load, method, gpus)
     return Estimate(
@@ -154,26 +159,19 @@ def _collect_seconds(
     return decoding + prompts + formulas.host_seconds(episodes * load.steps), chain
 
 
-def _update_flops(shape: Shape, load: Load, method: Method) -> float:
-    """FLOPs of all passes over a batch. Adapters need no gradient of the base; checkpointing computes layers twice,
-    also if their MLPs are in chunks."""
-    own = load.episode_tokens - load.prompt_tokens
-    rows = load.episodes * (own + load.prompt_tokens / load.group_size)  # a group's prompt is computed once
-    shortened = shape.body_parameters * (load.episodes * load.episode_tokens - rows)
-
-    def flops(per_weight: float) -> float:
-        counted = formulas.training_flops(
-            [round(load.episode_tokens)] * load.episodes,
-            trained=round(load.episodes * load.response_tokens),
-            body_parameters=shape.body_parameters,
-            head_parameters=shape.head_parameters,
-            attention_width=shape.attention_width,
-            per_weight=per_weight,
-        )
-        return counted - per_weight * shortened
-
-    training = (6.0 if method.adapter_rank is None else 4.0) + 2.0 * method.checkpointing
-    return load.epochs * (1 + load.critics) * flops(training) + load.forwards * flops(2.0)
+def _update_seconds(shape: Shape, gpu: Gpu, load: Load, method: Method) -> float:
+    """All passes over a batch, on one GPU. Attempts of a group share their prompt, and the attention inside it."""
+    prompt, own = load.prompt_tokens, load.episode_tokens - load.prompt_tokens
+    pairs = own * prompt + causal_pairs(own) + causal_pairs(prompt) / load.group_size
+    batch = Batch(
+        tokens=load.episodes * (own + prompt / load.group_size),
+        pairs=load.episodes * pairs,
+        trained=load.episodes * load.response_tokens,
+    )
+    training = formulas.update_seconds(
+        shape, gpu, batch, adapter_rank=method.adapter_rank, checkpointing=method.checkpointing
+    )
+    return load.epochs * (1 + load.critics) * training + load.forwards * formulas.forward_seconds(shape, gpu, batch)
 
 
 def _link(gpus: int) -> float:

@@ -25,7 +25,7 @@ from agent_r1.ranks.watch import claims_report, own_keys, post_failure, posted_f
 
 GPUS = "AGENT_R1_GPUS"  # set for ranks that `launch` has started
 POLL_SECONDS = 0.1
-END_SECONDS = 5.0  # for the other ranks to end by themselves after one has failed
+END_SECONDS = 5.0  # time for the other ranks to end by themselves after one has failed
 SAME_SECONDS = 1.0  # signals this close together count as one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -64,7 +64,7 @@ def launch(program: Sequence[str], size: int) -> tuple[int, str | None]:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Put the handlers of signals back at the end: torch's launcher sets its own and leaves them."""
+    """Restore the handlers of signals at the end: torch's launcher sets its own and leaves them."""
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
     try:
         yield
@@ -80,7 +80,7 @@ class Launched:
     def __init__(self, store: Store, ranks: dict[int, Popen[bytes]]) -> None:
         self._store, self._ranks = store, ranks
         self._first: float | None = None  # time of the first signal
-        self._deadline: float | None = None  # when ranks that are left are killed
+        self._deadline: float | None = None  # time at which the remaining ranks are killed
 
     def wait(self) -> tuple[int, str | None]:
         before = {number: signal.signal(number, self._pass_on) for number in SIGNALS if _is_heard(number)}

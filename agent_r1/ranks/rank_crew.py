@@ -39,7 +39,7 @@ class Ranks(OneProcess):
         self.objects = distributed.new_group(backend="gloo", timeout=MEETING_TIMEOUT)
 
     def gather(self, value: T) -> list[T]:
-        values = [value] * self.size  # all are overwritten
+        values = [value] * self.size  # placeholders; all are overwritten
         distributed.all_gather_object(values, value, group=self.objects)
         return values
 

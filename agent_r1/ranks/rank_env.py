@@ -18,12 +18,12 @@ class RankPlace:
 
     rank: int
     size: int
-    local_rank: int  # among the ranks of this host
-    local_size: int  # their number
+    local_rank: int  # number of the rank on its host
+    local_size: int  # how many ranks its host has
     address: str
     port: int
-    is_launched: bool = False  # by torchrun or our launcher, which then hosts the store; else rank 0 does
-    attempt: str = "0"  # of torchrun, which may restart all ranks
+    is_launched: bool = False  # by torchrun or our launcher, which then hosts the store; otherwise rank 0 hosts it
+    attempt: str = "0"  # counts the restarts of torchrun, which may restart all ranks
 
     @property
     def hosts_store(self) -> bool:

@@ -21,7 +21,7 @@ from agent_r1.ranks.rank_env import RankPlace
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = "AGENT_R1_SILENT_SECONDS"  # tests shorten it
 JOIN_SECONDS = 300.0
-GRACE_SECONDS = 2.0  # for a rank to raise the error of another one by itself
+GRACE_SECONDS = 2.0  # time for a rank to raise the error of another one by itself
 FAILURE, REPORTED = "failure", "reported"
 
 
@@ -67,9 +67,9 @@ class Watch:
         self.store = own_keys(open_store(place, is_client=True), place.attempt)
         self.report: Callable[[str], None] = lambda text: None  # prints; called in the thread
         self.stop_number = 0  # the signal this rank received, for the others
-        self.limit = float(os.environ.get(SILENT_SECONDS, "20"))  # of silence, in seconds
+        self.limit = float(os.environ.get(SILENT_SECONDS, "20"))  # allowed seconds of silence
         self._ended = threading.Event()
-        self._answered = time.monotonic()  # when the store last did
+        self._answered = time.monotonic()  # when the store last answered
         self._keys = [f"beat/{rank}" for rank in range(place.size)]
         self._who = {place.rank: who}
 

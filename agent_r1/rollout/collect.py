@@ -13,14 +13,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.envs.base import copy_row
 from agent_r1.errors import RolloutError
-from agent_r1.flows.episode import Episode, EpisodeLimit, Limits
+from agent_r1.flows.budgets import EpisodeLimit, Limits
+from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
 from agent_r1.rollout.row_queue import RowQueue
@@ -45,7 +46,7 @@ class Collector:
     limits: Limits
     group_size: int
     max_concurrent: int = 1024
-    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # of roles that have their own settings
+    role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # for roles that have their own settings
 
     async def __call__(
         self,
@@ -128,7 +129,7 @@ class Collector:
             await _end(list(running))
 
     def _has_room(self, queue: RowQueue, running: int) -> bool:
-        """Whether to claim another row: without a limit always, else if its first episode could start now."""
+        """Whether to claim another row: always without a limit, otherwise only if its first episode could start now."""
         if queue.share is None or running == 0:
             return True
         return running < self.max_concurrent and running + self.group_size <= queue.share * self.group_size
@@ -222,12 +223,16 @@ def check_failures(groups: Iterable[Group], max_error_fraction: float) -> None:
     """Raise RolloutError with the most common cause if more than `max_error_fraction` of all episodes failed."""
     played = [t for group in groups for t in (*group.trajectories, group.greedy) if t is not None]
     failed = [trajectory for trajectory in played if trajectory.stop.is_failure]
-    if len(failed) > max_error_fraction * len(played):
+    if too_many(failed, played, max_error_fraction):
         failure, count = most_common_failure(failed)
         raise RolloutError(
             f"{len(failed)} of {len(played)} episodes failed (rollout.max_error_fraction is "
             f"{max_error_fraction:g}); most common cause, {count} times: {failure}"
         )
+
+
+def too_many(failed: Sized, played: Sized, max_error_fraction: float) -> bool:
+    return len(failed) > max_error_fraction * len(played)
 
 
 def most_common_failure(failed: Iterable[Trajectory]) -> tuple[Failure, int]:
@@ -238,5 +243,5 @@ def most_common_failure(failed: Iterable[Trajectory]) -> tuple[Failure, int]:
 
 
 def with_failure(trajectory: Trajectory, failure: Failure) -> Trajectory:
-    """Return the trajectory as failed after the fact, by its reward function."""
+    """Return a finished trajectory as failed, because its reward could not be computed."""
     return replace(trajectory, stop=StopReason.ERROR, failure=failure)

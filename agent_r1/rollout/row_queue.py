@@ -17,7 +17,7 @@ from agent_r1.types import TaskRow
 class RowQueue:
     """Rows to claim. `next_ticket` returns 0, 1, 2, ... and never the same number twice, on whichever rank."""
 
-    row_of: Callable[[int], TaskRow | None]  # None: there is no such ticket, nor any later one
+    row_of: Callable[[int], TaskRow | None]  # None: neither this ticket nor a later one exists
     next_ticket: Callable[[], int]
     share: int | None = None  # rows that a process may hold at once, so that others get some too; None: no limit
     _ended: bool = False

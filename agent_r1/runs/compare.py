@@ -67,7 +67,7 @@ def _format_interval(measure: str, difference: float, low: float, high: float) -
 def find_sides(places: Sequence[Path], *, step: str | None, name: str | None) -> list[Side]:
     """Find the evaluations to compare: files, or runs whose evaluations are chosen by `step` or `name`.
 
-    `step` is first, last or a number: one for all runs, or one for each, separated by commas. `name` is that of an
+    `step` is first, last or a number: one for all runs, or one for each, separated by commas. `name` is the name of an
     evaluation made by `agent-r1 eval`. The default is the last evaluation of a run. A single place with several steps
     is compared with itself.
     """

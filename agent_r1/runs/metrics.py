@@ -58,7 +58,7 @@ def _role_metrics(episodes: Sequence[Trajectory]) -> Metrics:
             f"role/{role}/reward": fmean(map(sum, earned)),
             f"role/{role}/cut": fmean(any(step.is_cut for step in steps) for steps in own),
         }
-        if logprobs:  # not of greedy episodes
+        if logprobs:  # greedy episodes have none
             metrics[f"role/{role}/entropy"] = -fmean(logprobs)
     return metrics
 

@@ -23,7 +23,7 @@ from agent_r1.runs.statistics import standard_error
 from agent_r1.runs.trajectories import JSON_ERRORS
 from agent_r1.types import Trajectory
 
-FORMAT = 1  # of the files
+FORMAT = 1  # format of the files
 NOT_RECORDED = "not recorded"
 Outcomes = dict[str, dict[str, float]]  # row id -> measure -> mean over the attempts at that row
 
@@ -46,11 +46,11 @@ class Subject:
     split: str
     panel: str  # hash of the rows
     seed: int
-    settings: Mapping[str, Any]  # of sampling, of the limits of an episode, of the environment
+    settings: Mapping[str, Any]  # settings of sampling, of an episode's limits and of the environment
 
     @classmethod
     def of(cls, run: Mapping[str, Any], *, model: str, panel: str, dtype: str | None = None) -> Subject:
-        """`run` is the content of a `config.json`; `dtype`: the resolved number format, if it says auto."""
+        """`run` is the content of a `config.json`; `dtype` is the resolved number format, if `run` says auto."""
         settings = {
             name: run[section][name] for section, names in _SETTINGS.items() for name in names if name in run[section]
         }
@@ -59,10 +59,10 @@ class Subject:
         if (workers := run["task"].get("workers")) is not None:  # the limits matter, not the number of processes
             settings["workers"] = {name: value for name, value in workers.items() if name != "processes"}
         limits = {name: role.get("max_response_tokens") for name, role in run["rollout"].get("roles", {}).items()}
-        if any(limits.values()):  # their temperatures apply in training only
+        if any(limits.values()):  # the temperatures of roles apply in training only
             settings["roles"] = {name: {"max_response_tokens": limit} for name, limit in limits.items() if limit}
         context = run.get("context", {"policy": "append"})
-        # Defaults are absent, so that older records compare equal.
+        # Defaults are left out, so that older records, which do not have them, compare equal.
         shown = {name: value for name, value in context.items() if name != "demo_summary"}
         if shown.get("reasoning") is None:
             shown.pop("reasoning", None)
@@ -88,7 +88,7 @@ class EvalRecord:
 
     subject: Subject
     time: float = field(default_factory=lambda: round(time.time(), 3))
-    version: str = __version__  # of the code
+    version: str = __version__  # version of the code
     metrics: dict[str, float]
     outcomes: Outcomes
 

@@ -54,6 +54,13 @@ class RunReader:
         return tree if isinstance(tree, dict) else {}
 
     @property
+    def versions(self) -> list[dict[str, str]]:
+        """What made the run: one entry per start with other versions. Empty for older runs."""
+        path = self.path / "versions.json"
+        found: list[dict[str, str]] = read_json(path.read_text(encoding="utf-8")) if path.exists() else []
+        return found
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -106,7 +113,7 @@ class RunReader:
 
 
 def is_run(folder: Path) -> bool:
-    """Models have a config.json too, but only that of a run names a recipe, a task and a model."""
+    """Whether the folder is a run: a model's config.json does not name a recipe, a task and a model."""
     try:
         tree = read_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -117,15 +117,15 @@ class RunDir(RunReader):
         with write_atomically(self.path / "config.json") as part:
             part.write_text(config.model_dump_json(indent=2), encoding="utf-8")
 
-    def record_versions(self) -> None:
-        """Add the versions of the code in use, unless they are those of the last start."""
-        libraries = {name: version(name) for name in ("torch", "transformers")}
-        now = {"agent-r1": __version__, "python": platform.python_version(), **libraries}
-        path = self.path / "versions.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        if before[-1:] != [now]:
+    def record_versions(self, **more: str) -> None:
+        """Add the versions of the code in use, unless they are those of the last start, and `more` once it is known."""
+        now, path = present_versions() | more, self.path / "versions.json"
+        before = self.versions
+        last = before[-1] if before else {}
+        if not now.items() <= last.items():
+            kept = before[:-1] if last.items() <= now.items() else before
             with write_atomically(path) as part:
-                part.write_text(json.dumps([*before, now], indent=2), encoding="utf-8")
+                part.write_text(json.dumps([*kept, now], indent=2), encoding="utf-8")
 
     def write_tokens(self, texts: Sequence[str]) -> None:
         """Keep the text of every token id, so that readers need no tokenizer."""
@@ -133,8 +133,8 @@ class RunDir(RunReader):
             part.write_text(dump_json(texts), encoding="utf-8", errors=JSON_ERRORS)
 
     def append_metrics(self, kind: str, step: int, metrics: Mapping[str, float], *, panel: str | None = None) -> None:
-        """`kind` is "train", "eval" (with the hash of its rows), "sft" or "collect". One write per line, so a kill
-        leaves at most one incomplete line at the end."""
+        """Append a record. `kind` is "train", "eval" (with the hash of its rows), "sft" or "collect". Each line is a
+        single write, so a kill leaves at most one incomplete line at the end."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         rows = {} if panel is None else {"panel": panel}
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **rows, **finite}
@@ -169,11 +169,16 @@ class RunDir(RunReader):
                 path.unlink()
 
 
+def present_versions() -> dict[str, str]:
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"agent-r1": __version__, "python": platform.python_version(), **libraries}
+
+
 def new_run_path(name: str, *, seed: int, suffix: str = "", root: Path = Path("runs")) -> Path:
     """Create and return a new folder; programs that start in the same second get different ones."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
     root = anchored(root)
-    _make_folder(root)  # not below: if the root cannot exist, no number helps
+    _make_folder(root)  # outside the loop: if the root cannot be created, another number does not help
     number = 1
     while True:
         path = root / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"

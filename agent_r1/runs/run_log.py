@@ -11,9 +11,9 @@ from agent_r1.errors import RolloutError
 from agent_r1.places import shown
 from agent_r1.text import visible
 
-MAX_CHARS = 64 * 2**20  # per command; then only the first lines of failures are logged, and no output of processes
-KEPT_LINES = 40  # at each end of a record
-KEPT_CHARS = 1000  # at each end of a line
+MAX_CHARS = 64 * 2**20  # per command; beyond it, only the first lines of failures are logged, and no process output
+KEPT_LINES = 40  # kept at each end of a record
+KEPT_CHARS = 1000  # kept at each end of a line
 _WORKERS = "agent_r1.envs.processes"
 
 

@@ -1,7 +1,7 @@
 """Statistics of evaluations: the error of a mean, and whether one policy is better than another on the same rows.
 
-Pure functions of one number per row. Attempts at one row are not independent, so pass their mean: the intervals are
-about the choice of rows.
+Pure functions of one number per row. Attempts at one row are not independent, so pass their mean: the intervals express
+the uncertainty from the choice of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
-LEVEL = 0.95  # of every interval
+LEVEL = 0.95  # confidence level of every interval
 # If all n rows that differ favour one side, a fair coin does the same in 2 of 2**n cases. With five rows that is 6 %,
 # more than the 5 % that a 95 % interval allows.
 FEWEST_DIFFERING = 6
@@ -26,7 +26,7 @@ class PairedDifference:
     mean_a: float
     mean_b: float
     difference: float
-    low: float  # of the 95 % interval of the difference
+    low: float  # lower end of the 95 % interval of the difference
     high: float
     won: int  # rows on which B did better
     lost: int
@@ -81,7 +81,7 @@ def standard_error(values: Sequence[float]) -> float:
 @cache
 def t_quantile(degrees: int) -> float:
     """Return t such that a Student variable lies within -t .. t with probability `LEVEL`."""
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
+    low, high = 0.0, math.pi / 2  # bounds of the angle whose tangent is t / sqrt(degrees)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _central_probability(middle, degrees) < LEVEL else (low, middle)

@@ -35,11 +35,11 @@ from agent_r1.vision.contents import picture_mark
 from agent_r1.vision.picture_store import PICTURES, load_picture, store_pictures
 from agent_r1.vision.pictures import Picture, added_pictures, pictures_of
 
-FORMAT = 4  # of a record; format 3 had no ratios and entropies, 2 no roles and no starts, 1 no such field
+FORMAT = 4  # format of a record; 3 lacks ratios and entropies, 2 also roles and start times, 1 also this field
 TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episodes and with episodes of evaluations
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Numbers = Mapping[str, PerToken]  # name -> [step][response token]
-COMPUTED = ("advantages", "ratios", "entropies")  # what a step's record may have beside the step, per token
+COMPUTED = ("advantages", "ratios", "entropies")  # values per token that a step's record may hold beside the step
 Record = dict[str, Any]  # one trajectory as JSON, with numbers per token and its row's prompt and ground truth
 
 
@@ -50,13 +50,13 @@ def trajectory_to_json(trajectory: Trajectory, numbers: Numbers | None = None) -
         if not record[name]:
             del record[name]
     record["failure"] = None if trajectory.failure is None else _fields(trajectory.failure)
-    record["total_reward"] = trajectory.total_reward  # derived, for people and queries, like the next
+    record["total_reward"] = trajectory.total_reward  # derived values, for people and queries
     record["error"] = trajectory.error
     for name, per_token in (numbers or {}).items():
         for step, values in zip(record["steps"], per_token, strict=True):
             if name == "advantages":
                 step[name] = list(values)
-            elif not all(map(math.isnan, values)):  # computed, and to be looked at only
+            elif not all(map(math.isnan, values)):  # only for people, so rounded
                 step[name] = [float(f"{value:.4g}") for value in values]
     return record
 
@@ -119,9 +119,9 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_gzip = path.suffix == ".gz"
-        self._ends = array("Q")  # of every complete line
-        self._size = -1  # of the file, when `_ends` was made
-        self._lacks_newline = False  # the last of these lines
+        self._ends = array("Q")  # end of every complete line
+        self._size = -1  # size of the file when `_ends` was made
+        self._lacks_newline = False  # whether the last of these lines lacks its newline
 
     def __len__(self) -> int:
         if self._is_gzip:
@@ -230,7 +230,7 @@ def trajectories_of(place: str) -> Path:
 
 
 def trajectory_files(source: Path, stem: str = "*") -> list[Path]:
-    """Return the file, or those of a folder whose stem matches; raises DataError if there are none."""
+    """Return the file, or the files of a folder whose stem matches; raises DataError if there are none."""
     if source.exists() and not source.is_dir():
         return [source]
     found = sorted([*source.glob(f"{stem}.jsonl"), *source.glob(f"{stem}.jsonl.gz")])
@@ -257,7 +257,8 @@ def transcript(trajectory: Trajectory) -> list[tuple[str, str]]:
 
 
 def answer_pictures(trajectory: Trajectory, index: int) -> list[Picture]:
-    """Return the pictures of the answer to a step: those of its calls, or those that the next prompt adds."""
+    """Return the pictures of the answer to a step: the pictures of its calls, or the pictures that the next prompt
+    adds."""
     step, later = trajectory.steps[index], trajectory.steps[index + 1 :]
     if any(call.pictures for call in step.calls):
         return [picture for call in step.calls for picture in call.pictures]
@@ -309,13 +310,13 @@ def _step_to_json(step: Step) -> Record:
 
 
 def _named_pictures(record: Record) -> Record:
-    """The pictures by name; without any, the record has none, as before there were pictures."""
+    """Replace the pictures by their names. Without pictures, the record has no such key, like older records."""
     pictures = record.pop("pictures")
     return record | {"pictures": [picture.name for picture in pictures]} if pictures else record
 
 
 def _pictures_of(group: Group) -> Iterator[Picture]:
-    """Everything that the group's records name."""
+    """Yield all pictures that the group's records name."""
     yield from pictures_of(group.row.prompt)
     for trajectory in group.trajectories:
         yield from pictures_of(trajectory.opening)

@@ -21,7 +21,7 @@ def bounded_protocol(
 ) -> Callable[..., asyncio.Protocol]:
     """Return a factory for `uvicorn.Config(http=...)` whose connections share one limit.
 
-    busy_seconds: for one request, from its headers to the end of its answer; None: three times `seconds`.
+    busy_seconds: time limit of one request, from its headers to the end of its answer; None: three times `seconds`.
     stall_seconds: a client that reads nothing for this long is disconnected; None: no such limit.
     """
     busy = BUSY_PERIODS * seconds if busy_seconds is None else busy_seconds
@@ -52,7 +52,7 @@ class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not read uvic
         super().connection_made(transport)
         self._wait_for_request()
         if len(self.connections) > self._limits.max_connections:
-            oldest = next(iter(self._idle))  # this connection, if all others are being answered
+            oldest = next(iter(self._idle))  # may be this connection, if all others are being answered
             del self._idle[oldest]
             oldest.transport.abort()
 

@@ -78,7 +78,7 @@ class PaperLibrary(Protocol):
 class PaperLimits:
     rate: float | None = None  # requests per second of all clients together; None: no limit
     max_running: int = 512  # requests under way
-    seconds: float = 20.0  # for sending a request's headers, and for its answer
+    seconds: float = 20.0  # time limit for sending a request's headers, and for answering it
     max_connections: int = 2048
 
     def __post_init__(self) -> None:

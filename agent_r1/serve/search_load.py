@@ -33,7 +33,7 @@ QUERIES = (
 class LoadResult:
     clients: int
     requests: int  # answered or not
-    errors: dict[str, int]  # by kind
+    errors: dict[str, int]  # number of errors by kind
     reasons: dict[str, str]  # the first message of each kind
     seconds: float
     p50: float  # seconds, here and below; of answered requests, nan if there are none

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_FIELD_CHARS = 60  # of a field's name in an error
+MAX_FIELD_CHARS = 60  # characters of a field's name in an error
 FILES_RESERVED = 64  # file descriptors kept for the index, the log and the server itself
 
 
@@ -43,12 +43,12 @@ FILES_RESERVED = 64  # file descriptors kept for the index, the log and the serv
 class ServerLimits:
     top_k: int = 5  # if a request does not set it
     max_top_k: int = 100
-    max_queries: int = 512  # per request
+    max_queries: int = 512  # limit per request
     max_query_chars: int = 2000
     max_body_bytes: int = 2_000_000
     max_waiting: int = 4096  # queries
     max_batch: int = 128  # queries ranked together; a new request waits for at most one running batch
-    seconds: float = 20.0  # for each of: sending the headers, sending the body, finding the answer
+    seconds: float = 20.0  # time limit for sending the headers, for sending the body, and for finding the answer
     max_connections: int = 2048  # one more closes the connection that has been idle longest
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Pictures in a terminal, where it can show them: with kitty's protocol or iTerm2's. Elsewhere, a mark stands for them.
 
-What a terminal can do is read from the environment; asking the terminal itself would mean to read its answer from the
-keyboard's input. No pictures are shown inside tmux and screen, which do not pass them through.
+What a terminal can do is read from the environment; the answer of the terminal itself would arrive as keyboard input.
+No pictures are shown inside tmux and screen, which do not pass them through.
 
 https://sw.kovidgoyal.net/kitty/graphics-protocol, https://iterm2.com/documentation-images.html
 """
@@ -23,9 +23,9 @@ from agent_r1.vision.pictures import Picture
 
 Protocol = Literal["kitty", "iterm2"]
 
-CHUNK = 4096  # characters of a command of kitty's
+CHUNK = 4096  # characters per command of kitty's protocol
 PIXELS_PER_LINE = 20  # roughly; terminals differ
-LINES = (5, 16)  # of a picture: tiny ones are enlarged, large ones scaled down
+LINES = (5, 16)  # height of a picture: tiny ones are enlarged, large ones scaled down
 
 
 def protocol_of(environment: Mapping[str, str]) -> Protocol | None:

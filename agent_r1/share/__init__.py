@@ -1,1 +1,1 @@
-"""Models for others: a folder with weights, tokenizer, model card and results, and its way to a hub."""
+"""Models for others: a folder with weights, tokenizer, model card and results, and its upload to a hub."""

@@ -17,7 +17,7 @@ from agent_r1.runs.run_dir import RunDir
 CURVE = "curve.png"
 GIVEN = re.compile(r"^agent_r1\.api\.given\.(\w+)_[0-9a-f]{8}$")  # an object that was given in Python
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-SHOWN = ("episode/steps", "episode/tool_calls", "episode/response_tokens")  # beside success and reward
+SHOWN = ("episode/steps", "episode/tool_calls", "episode/response_tokens")  # shown beside success and reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class About:
 
     run: RunDir
     config: RunConfig
-    step: int  # of the checkpoint
+    step: int  # step of the checkpoint
     is_adapter: bool
     sees_pictures: bool
     base: str | None  # the hub id of the model that was trained, if it has one

@@ -27,7 +27,7 @@ Report = Callable[[str], None]
 
 SETTINGS = "agent-r1.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")  # of a whole model
-CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
+CONVERTER = "convert_hf_to_gguf.py"  # a program of llama.cpp
 
 
 def export_run(

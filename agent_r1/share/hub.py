@@ -28,7 +28,7 @@ def push_run(
             api.upload_folder(repo_id=hub_id, folder_path=folder, commit_message=f"Add {run.path.name}")
         except HFValidationError as error:
             raise ConfigError(f"{hub_id!r} is not a hub id, such as me/my-agent: {error}") from error
-        except Exception as error:  # its HTTP library raises its own errors, and has been replaced before
+        except Exception as error:  # huggingface_hub passes on errors of its HTTP library
             status = getattr(getattr(error, "response", None), "status_code", None)
             if isinstance(error, LocalTokenNotFoundError) or status in (401, 403):
                 raise ConfigError(

@@ -21,7 +21,7 @@ CUT = "\ufdd0"  # tokenise the text left and right of it separately
 SLOT = "\ufdd1"  # a placeholder for a content, to find where the template writes it
 _SCRUB = str.maketrans({CUT: "\ufffd", SLOT: "\ufffd"})
 
-TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # their messages are outside our control
+TOOL_ROLES = frozenset({"tool", "ipython", "function"})  # outside programs write these messages
 
 
 def scrub(text: str) -> str:

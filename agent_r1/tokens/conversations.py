@@ -28,10 +28,10 @@ class Exchange:
 
     observation: Observation
     tools: ToolSchemas
-    ids: list[int]  # prompt, response, then their continuation: exchanges of one conversation share the list
+    ids: list[int]  # prompt, response, then what followed: exchanges of one conversation share the list
     prompt_size: int
-    size: int  # of prompt and response
-    length: int  # of the observation: messages, characters or ids
+    size: int  # tokens of prompt and response
+    length: int  # size of the observation: messages, characters or ids
     text: str
 
     @property
@@ -47,7 +47,7 @@ class Pending:
     observation: Observation
     tools: ToolSchemas
     earlier: Exchange | None  # the exchange that it continues
-    new: list[int]  # the ids of the prompt after those of that exchange
+    new: list[int]  # the ids of the prompt that follow that exchange
 
 
 class Conversations:
@@ -60,8 +60,8 @@ class Conversations:
         self.extended = False  # whether the last prompt extends an earlier prompt and its response
         self._renderer = renderer
         self._pending: Pending | None = None
-        self._exchanges: list[Exchange] = []  # the longest observation last; among equally long ones, the latest
-        self._tools_matter = False  # the template has shown two lists of tools differently
+        self._exchanges: list[Exchange] = []  # shortest observation first; of equally long ones, the oldest first
+        self._tools_matter = False  # whether the template has rendered two lists of tools differently
 
     def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
         """The exact ids to sample from next."""
@@ -117,7 +117,8 @@ class Conversations:
     def _continue(
         self, observation: Observation, tools: ToolSchemas, among: Iterable[Exchange] | None
     ) -> tuple[Exchange | None, list[int]]:
-        """Find the exchange that the observation continues, and the ids that follow it; without one, all ids."""
+        """Find the exchange that the observation continues, and the ids that follow it. If there is none, return all
+        ids."""
         candidates = self._candidates(observation, tools) if among is None else among
         for exchange in islice(candidates, MAX_TRIES):
             before, said = exchange.observation, exchange.ids[exchange.prompt_size : exchange.size]
@@ -161,21 +162,21 @@ def _snapshot(observation: Observation, earlier: Exchange | None) -> Observation
     """Copy the messages: an env may edit them in place, and that must be detected as a rewritten history."""
     if observation.messages is None:
         return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
-    # The part that it extends is already a copy and compared equal.
+    # The messages of the exchange that it extends are copies already, and compared equal.
     known = earlier.observation.messages if earlier is not None and earlier.observation.messages else []
     added = map(_copied, observation.messages[len(known) :])
     return Observation.grown([*known, *added], by=0)
 
 
 def _copied(message: Message) -> Message:
-    """A copy of its own. Texts cannot change, so a message of texts need not be searched for more."""
+    """Copy a message. Strings cannot change, so a shallow copy is enough if all values are strings."""
     flat = type(message) is dict and {*map(type, message.values())} <= {str}
     return dict(message) if flat else deepcopy(message)
 
 
 def _adds_replies(exchange: Exchange, observation: Observation) -> bool:
-    """Whether more assistant messages follow the exchange's own. If the exchange was already continued, one of them was
-    rewritten since, and a rewritten history is rendered from scratch."""
+    """Whether more assistant messages follow the exchange's own. If the exchange was already continued, one of them has
+    been rewritten since, and a rewritten history is rendered from scratch."""
     if observation.messages is None or exchange.observation.messages is None:
         return False
     added = observation.messages[len(exchange.observation.messages) + 1 :]

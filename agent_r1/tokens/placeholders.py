@@ -41,7 +41,7 @@ class Placeholders:
             if pictures:
                 raise DataError(f"the messages have {len(pictures)} pictures, but the model takes text only")
             return ids
-        places = ids.count(self._id)  # type: ignore[arg-type]  # there is one if there is a format
+        places = ids.count(self._id)  # type: ignore[arg-type]  # an id is known if there is a format
         if places != len(pictures):
             raise DataError(
                 f"the chat template wrote {places} placeholders for {len(pictures)} pictures: it does not show "
@@ -56,7 +56,7 @@ class Placeholders:
 
 
 def as_parts(message: Message) -> Message:
-    """The message with its text as a part: some templates (SmolVLM's) show no other."""
+    """Return the message with its text as a part: some templates (SmolVLM's) ignore contents that are strings."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

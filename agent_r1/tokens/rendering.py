@@ -54,13 +54,13 @@ RESTORE_NONE = (
 # Members of a group often see the same prompts. Long results are rarely shared and would fill the memory.
 MAX_CACHED, MAX_CACHED_CHARS, MAX_CACHED_IDS = 1024, 65_536, 512
 
-# A template is a program that expects certain roles, keys and types. These are its ways to refuse others.
+# A template is a program that expects certain roles, keys and types. It raises one of these for others.
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 _TO_JSON = json.JSONEncoder(default=picture_name).encode  # json.dumps would make an encoder for every call
 
 EDITED = "edited"  # key of a reply that shows less than was sampled, so that no prompt may extend its ids
-PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # of a reply parsed by the env
+PARSED_KEYS = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})  # keys of a parsed reply
 
 
 class Renderer:
@@ -99,7 +99,7 @@ class Renderer:
         self._piece = lru_cache(None)(lambda token: self._decode((token,)))  # at most one per token of the vocabulary
         self.pictures = pictures
         self._placeholders, self._in_parts = Placeholders(tokenizer, pictures), False
-        self._in_parts = pictures is not None and self._needs_parts()  # text as a content is not shown
+        self._in_parts = pictures is not None and self._needs_parts()  # the template ignores contents that are strings
         self._turn_ends, sampled_ends = self._find_turn_ends()
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = [*map(tokenizer.convert_tokens_to_ids, sampled_ends), *eos, *extra_stop_ids]
@@ -171,9 +171,10 @@ class Renderer:
     def new_ids(
         self, before: Observation, response_ids: list[int], said: str, now: Observation, tools: ToolSchemas = ()
     ) -> list[int] | None:
-        """The ids that continue a prompt, which showed `before`, and its response, so that they show `now`. Messages
-        must be known to follow those before. None if a text does not only add to the one before, or if the template
-        does not show where a reply ends: then use `render`.
+        """Return the ids that, after a prompt that showed `before` and its response, make a prompt that shows `now`.
+
+        The messages of `now` must continue those of `before` (see `follows`). Returns None if a text of `now` is not a
+        continuation, or if the template does not show where a reply ends; then use `render`.
 
         The model keeps seeing what it saw, even if the template would now drop it (reasoning of earlier turns).
         """
@@ -216,17 +217,17 @@ class Renderer:
         return next((stripped[len(end) :] for end in ends if stripped.startswith(end)), rest)
 
     def _rest_after_content(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
-        """What the template writes after the content of message `reply`; None unless it shows it exactly once."""
+        """Return what the template writes after the content of message `reply`; None unless it shows that once."""
         if self._independent_turns:
             messages, reply, tools = messages[reply:], 0, ()
         pieces = self._template(messages, tools, slot=reply).split(SLOT)
         return pieces[1] if len(pieces) == 2 else None
 
     def _rest_after_turn_end(self, messages: list[Message], reply: int, tools: ToolSchemas) -> str | None:
-        """What the template writes from the end-of-turn token of message `reply` on.
+        """Return what the template writes from the end-of-turn token of message `reply` on.
 
-        For replies parsed into tool calls and the like, where no content marks the end. It is the last end-of-turn
-        token before the next message, provided that as many turns end there as when the reply is the last message.
+        For replies that were parsed into tool calls and the like, whose end no content marks. The token is the last
+        end-of-turn token before the next message, if the number of turn ends is the same as without that message.
         """
         if reply + 1 == len(messages) or not self._turn_ends:
             return None
@@ -273,9 +274,10 @@ class Renderer:
             return self._special.at_start(text.rpartition(SLOT)[2]) if SLOT in text else None
 
         called = attempt(user, calling, generation_prompt=False)
-        after_call = self._special.at_end(called) if "probe" in called else None  # not all templates show calls
+        after_call = self._special.at_end(called) if "probe" in called else None  # some templates do not show calls
         sampled = [end for end in (after_answer(generation_prompt=False), after_call) if end]
-        # A token ends the turn only if it comes whatever follows; others open the next turn (GLM has only those).
+        # A token ends the turn only if the template writes it whatever follows. Other tokens open the next turn (GLM
+        # has only those).
         in_history = after_answer()
         always = [in_history] if in_history and in_history == after_answer(user) else []
         return list(dict.fromkeys([*sampled, *always])), sampled
@@ -308,7 +310,7 @@ class Renderer:
                 template = self._tokenizer.get_chat_template(template, schemas)
                 if EXPECTS_NONE.search(template):
                     template = RESTORE_NONE + template
-                else:  # without a test, None may be written as "None"
+                else:  # a template without this test may write None as "None"
                     safe = [{**message, "content": ""} if _only_calls(message) else message for message in safe]
             text = self._tokenizer.apply_chat_template(
                 safe,
@@ -343,8 +345,7 @@ class Renderer:
 
 
 def follows(messages: list[Message], before: list[Message], text: str) -> bool:
-    """Whether `messages` start with those before and a reply that can be the assistant's `text`; anything may
-    follow."""
+    """Whether `messages` start with `before` and a reply that can be the assistant's `text`; anything may follow."""
     if len(messages) <= len(before) or messages[: len(before)] != before:
         return False
     reply = messages[len(before)]

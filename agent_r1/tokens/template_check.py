@@ -25,11 +25,11 @@ PROBE_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAAEElEQVR42mNsYIAAJga
 class TemplateReport:
     usable: bool  # a conversation can be held at all
     extends: bool  # a next user message is appended, not rendered from scratch
-    extends_after_tool: bool  # so is a tool's result
+    extends_after_tool: bool  # a tool's result is appended, too
     tool_role: bool  # messages of role "tool" are shown to the model
     tools_shown: bool  # tool schemas are shown to the model
     tool_pictures: bool  # pictures of role "tool" are shown to a model that takes pictures
-    problems: tuple[str, ...]  # in words; empty if all of the above hold
+    problems: tuple[str, ...]  # what is wrong; empty if all of the above hold
 
 
 def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateReport:
@@ -58,7 +58,7 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     joins = renderer.decode(a + b) == "ab"
     renders, stops = bool(attempt(user)), bool(renderer.stop_ids)
     extends_user = renders and stops and extends(said, user)
-    # gpt-oss accepts a tool's result only after a message with the call; others do not know such messages.
+    # gpt-oss accepts a tool's result only after a message with the call; other templates refuse such a message.
     extends_tool = renders and stops and (extends(said, result) or extends(called, result))
     tool_role = any(result["content"] in renderer.decode(attempt(user, reply, result)) for reply in (said, called))
     tools_shown = attempt(user) != attempt(user, tools=())
@@ -88,7 +88,7 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
 def _shows_pictures(
     renderer: Renderer, attempt: Callable[..., list[int]], result: Message, *replies: Message
 ) -> tuple[bool, bool]:
-    """Whether pictures of users and of tools are shown. A model of text has none."""
+    """Whether pictures of users and of tools are shown; true for both if the model takes text only."""
     if renderer.pictures is None:
         return True, True
     picture = Picture.from_bytes(b64decode(PROBE_PNG))

@@ -100,8 +100,8 @@ class BaseTool(Resource, ABC):
         return self
 
     async def end_episode(self) -> None:
-        """Release everything that the tool of an episode holds. Called at its end, even after failures; may be called
-        twice."""
+        """Release everything that the tool of an episode holds. Called when the episode ends, even after failures; may
+        be called twice."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseTool:
         return self  # a copied row shares its tools
@@ -189,7 +189,7 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
         raise ConfigError(f"a tool is a name or a BaseTool, got {tool!r}. Decorate a function with @tool.")
     for attribute in ("name", "description", "parameters"):
         if not getattr(tool, attribute, None):
-            raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}; the model is shown it")
+            raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}, which the model reads")
     for attribute, kind, lowest, wanted in (
         ("timeout", int | float, math.ulp(0), "positive seconds"),
         ("max_batch", int | None, 1, "an integer of at least 1, or None"),

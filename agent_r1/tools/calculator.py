@@ -16,17 +16,17 @@ from fractions import Fraction
 from agent_r1.tools.base import ToolError, tool
 
 MAX_CHARS = 200
-MAX_BITS = 256  # of numerator and denominator, after every operation
+MAX_BITS = 256  # limit for numerator and denominator after every operation
 DECIMALS = 6
 
-# People also write a times sign (\u00d7, \u00b7), a division sign (\u00f7) or a minus (\u2212) that no keyboard has.
+# Texts also contain typographic signs for times (\u00d7, \u00b7), division (\u00f7) and minus (\u2212).
 TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
     r"|(?P<symbol>\*\*|[-+*/^()%x\u00d7\u00b7\u00f7\u2212]))",
     re.ASCII,
 )
 SYNONYMS = {"x": "*", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"}
-MONEY = str.maketrans("$€£", "   ")  # blanks, so that 1$2 does not become 12
+MONEY = str.maketrans("$€£", "   ")  # replaced by blanks, so that 1$2 does not become 12
 
 
 class NotAnExpression(ValueError):
@@ -46,7 +46,7 @@ def evaluate(expression: str) -> Fraction:
     """The exact value. Raises `NotAnExpression` or `ZeroDivisionError`."""
     if len(expression) > MAX_CHARS:
         raise NotAnExpression(f"the expression has {len(expression)} characters, {MAX_CHARS} are allowed")
-    tokens = list(_tokens(expression.translate(MONEY)))[::-1]  # the next one last
+    tokens = list(_tokens(expression.translate(MONEY)))[::-1]  # reversed: the next token is last
     try:
         value = _read(tokens)
     except ZeroDivisionError:

@@ -32,7 +32,7 @@ class _TimedOut(ToolError):
 class ToolOutcome:
     """The outcome of one call."""
 
-    text: str  # for the model
+    text: str  # what the model reads
     reward: float = 0.0
     fault: CallFault | None = None
     seconds: float = 0.0

@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 from agent_r1.errors import ConfigError, did_you_mean
 
 MAX_PROBLEMS = 5  # a model corrects a few mistakes at a time; more lines only cost it context
-MAX_VALUE_CHARS = 80  # of a wrong value, as shown to the model
+MAX_VALUE_CHARS = 80  # how much of a wrong value the model is shown
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ def _inline(tool: str, node: Any, defs: Mapping[str, Any], inside: tuple[str, ..
     for key, value in node.items():
         if key in ("$defs", "discriminator") or (key == "title" and isinstance(value, str)):
             continue
-        if key == "properties":  # names of ours, such as "title"
+        if key == "properties":  # argument names, such as "title", not keywords
             result[key] = {name: _inline(tool, schema, defs, inside) for name, schema in value.items()}
         else:
             is_data = key in ("default", "enum", "const", "examples")

@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 from agent_r1.errors import ConfigError
 
-PROJECT = "agent-r1"  # of runs, unless the tracker's own environment variables name another
+PROJECT = "agent-r1"  # project of runs, unless the tracker's own environment variables name another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """A run that is about to be tracked."""
 
-    name: str  # of the run directory
+    name: str  # name of the run directory
     folder: Path  # the run directory: local files of a tracker belong there
     settings: Mapping[str, Any]  # the resolved config
     known: str | None  # the tracker's own id of this run, if it was tracked before
-    step: int  # the last one that is finished
+    step: int  # the last finished step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def _cell(value: str | float) -> str:
 class Tracker(Protocol):
     """One run in a tracker. Any method may raise or hang; `observer.py` copes with it."""
 
-    id: str  # by which the tracker finds the run again
+    id: str  # the tracker finds the run again by this id
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def table(self, step: int, table: Table) -> None: ...
@@ -55,7 +55,7 @@ class Tracker(Protocol):
 class Kind(Protocol):
     """A module with a tracker."""
 
-    PACKAGE: str  # that must be importable
+    PACKAGE: str  # package that must be importable
 
     @staticmethod
     def check() -> None: ...

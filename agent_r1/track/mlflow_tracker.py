@@ -1,4 +1,4 @@
-"""MLflow, through its client, because "the active run" would be that of the user's own code.
+"""MLflow, through its client, because "the active run" may belong to the user's own code.
 
 MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where runs go.
 """
@@ -15,11 +15,11 @@ from agent_r1.track.base import PROJECT, Start, Table
 
 PACKAGE = "mlflow"
 MAX_PARAM_CHARS = 500
-MAX_METRICS = 1000  # of one request
+MAX_METRICS = 1000  # per request
 
 
 def check() -> None:
-    """Where runs go is known to MLflow alone; without a server it is a local folder or database."""
+    """Nothing to check: only MLflow knows where runs go; without a server, to a local folder or database."""
 
 
 class MLflow:

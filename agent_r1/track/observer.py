@@ -35,9 +35,9 @@ from agent_r1.vision.contents import text_of
 KINDS = {name: f"agent_r1.track.{name}_tracker" for name in ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")}
 IDS = "trackers.json"  # in the run directory: the id of the run in each tracker
 MAX_WAITING = 1000  # messages; a tracker that hangs gets no more
-FINISH_SECONDS = 60.0  # for the last messages at the end of a run
+FINISH_SECONDS = 60.0  # time for the last messages at the end of a run
 TABLE_ROWS = 200
-TABLE_CHARS = 500  # of a cell
+TABLE_CHARS = 500  # characters of a cell
 TRANSCRIPTS = 3
 COLUMNS = ("row", "prompt", "answer", "reward", "success", "steps", "stop")
 
@@ -86,7 +86,7 @@ class Tracking(Observer):
             self._send(lambda tracker: tracker.picture(step, picture))
         for worker in self._workers:
             worker.finish()
-        deadline = time.monotonic() + FINISH_SECONDS  # for all of them: several that hang cost no more than one
+        deadline = time.monotonic() + FINISH_SECONDS  # shared by all: several that hang take no longer than one
         for worker in self._workers:
             worker.wait(deadline)
         self._warn()

@@ -14,7 +14,7 @@ FOLDER = "tensorboard"
 
 
 def check() -> None:
-    """Event files need nothing else."""
+    """Nothing to check: event files are local."""
 
 
 class TensorBoard:

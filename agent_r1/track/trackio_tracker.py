@@ -13,7 +13,7 @@ PACKAGE = "trackio"
 
 
 def check() -> None:
-    """A local database needs nothing else."""
+    """Nothing to check: the database is local."""
 
 
 class Trackio:

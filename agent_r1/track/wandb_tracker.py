@@ -39,7 +39,8 @@ class Wandb:
             settings=wandb.Settings(console="off", silent=True),
         )
         self.id = str(self._run.id)
-        # wandb's own step may only grow. Ours repeats after a kill, and an evaluation shares that of its training step.
+        # wandb's own step may only grow. Ours repeats after a kill, and an evaluation has the number of its training
+        # step.
         for group in ("train/*", "eval/*"):
             self._run.define_metric(group, step_metric="step")
 

@@ -42,7 +42,7 @@ class AsyncParts(Protocol):
     rows_per_step: int
 
     @property
-    def max_rounds(self) -> int: ...  # as many groups as this times a step's are considered for one step
+    def max_rounds(self) -> int: ...  # one step considers at most this many times its number of groups
     async def play(self, ticket: int) -> Group: ...
     def drops(self, group: Group) -> bool: ...
     def check(self, groups: list[Group]) -> None: ...
@@ -59,17 +59,17 @@ class Rollout:
     """Keeps groups in play and hands out those that are ready."""
 
     parts: AsyncParts
-    steps: int  # of the run: nothing is started that no step would train on
+    steps: int  # steps of the run: no group starts that no step would train on
     max_staleness: int
-    dropped: dict[int, Group] = field(default_factory=dict)  # since the last batch
+    dropped: dict[int, Group] = field(default_factory=dict)  # groups dropped since the last batch
     _playing: dict[int, asyncio.Task[Group]] = field(default_factory=dict)
     _arrived: dict[int, Group] = field(default_factory=dict)
     _ready: dict[int, Group] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _exchanged: int = 0  # groups that arrived and were exchanged, of all ranks
+    _exchanged: int = 0  # groups of all ranks that arrived and were exchanged
     _claimed: int | None = None  # a start that this rank has claimed and that has to wait
     _error: BaseException | None = None
-    _fruitless: int = 0  # dropped since the last batch, though fresh
+    _fruitless: int = 0  # groups dropped since the last batch although they were fresh
     _stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Rollout:
         return {ticket: self._ready.pop(ticket) for ticket in sorted(self._ready)[:wanted]}
 
     async def _arrivals(self, needed: int) -> dict[int, Group]:
-        """Wait for `needed` groups on all ranks together, and return those of this rank."""
+        """Wait for `needed` groups on all ranks together, and return this rank's groups."""
         alone = self.crew.ranks.size == 1
         while self._error is None and self._announce(0) - self._exchanged < needed:
             self._changed.clear()
@@ -128,9 +128,9 @@ class Rollout:
         ledger = self.parts.ledger
         most = min(1 + self.max_staleness, self.steps - version) * self.parts.rows_per_step
         limit, share = ledger.limit(most), self.crew.share(most)
-        ledger.start(limit)  # those that this rank does not claim are claimed by others
-        # No other rank can start what this one has claimed, so it does, even beyond its share, which shrinks at the
-        # end.
+        ledger.start(limit)  # other ranks claim the starts that this rank does not claim
+        # No other rank can start what this rank has claimed. So this rank starts it, even if that exceeds its share,
+        # which shrinks at the end.
         while self._claimed is not None or share is None or len(self._playing) < share:
             start = self._claim(1) - 1 if self._claimed is None else self._claimed
             self._claimed = start if start >= limit else None
@@ -150,7 +150,7 @@ class Rollout:
             self._announce(1)
         else:
             self._error = self._error or error
-            self._announce(MANY)  # other ranks wait for groups that will not come
+            self._announce(MANY)  # releases other ranks, which wait for groups that will not come
         self._changed.set()
 
     async def drain(self) -> None:
@@ -206,7 +206,7 @@ async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: i
             draining = evaluating = 0.0
             if finished % schedule.eval_every == 0 or last:
                 began = time.perf_counter()
-                await crew.all(rollout.drain())  # the step is finished: a stop while others wait here saves it
+                await crew.all(rollout.drain())  # the step is finished: a stop while waiting here saves it
                 drained = time.perf_counter()
                 await parts.evaluate(finished)
                 draining, evaluating = drained - began, time.perf_counter() - drained

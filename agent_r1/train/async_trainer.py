@@ -1,6 +1,6 @@
 """The parts of the asynchronous loop for a run: like `Trainer`, but ticket by ticket, with a learner in its own thread.
 
-On a GPU, the learner has its own stream, so its kernels do not wait for those of an engine on the same device.
+On a GPU, the learner has its own stream, so its kernels do not wait for the kernels of an engine on the same device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AsyncTrainer(Trainer):
     ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
-        self._threads = torch.get_num_threads()  # a new thread would have the engine's
+        self._threads = torch.get_num_threads()  # a new thread would start with the engine's number
         self._shared = self._gates(self.rows_per_step * self.collector.group_size)
         self._rows_of = lru_cache(maxsize=4)(
             lambda step: rows_for_step(self.train_rows, step=step, count=self.rows_per_step, seed=self.seed)
@@ -55,7 +55,7 @@ class AsyncTrainer(Trainer):
         return replace(group, greedy=greedy[position].trajectories[0]) if greedy else group
 
     def drops(self, group: Group) -> bool:
-        """Whether the algorithm plays another row in place of this one, since its attempts all earned the same."""
+        """Whether the algorithm plays another row in place of this one, because all attempts at it earned the same."""
         return self.max_rounds > 1 and is_uniform(group, self.shaper)
 
     def check(self, groups: list[Group]) -> None:

@@ -178,7 +178,7 @@ def _reveal(action: Callable[[], Any]) -> None:
     """Raise the error of one rank as it is: torch wraps it in a BaseException with the tracebacks of all ranks."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as expected in one process
             action()
     except CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))

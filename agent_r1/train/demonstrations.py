@@ -72,7 +72,7 @@ class DemoPlayer:
         if stop.is_failure:
             raise DataError(f"{name} failed when played: {trajectory.error}")
         actions = sum(not step.is_summary for step in trajectory.steps)
-        reached = episode.limit is not None  # or the env has a budget of its own
+        reached = episode.limit is not None  # otherwise the env's own budget ended it
         if reached and (stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts))):
             return _TooLong(row_id=row.row_id, limit=_reached(episode, collector))
         if actions != len(texts):

@@ -31,8 +31,8 @@ class Ledger:
     next: int = 0  # the first ticket that was never started
     open: set[int] = field(default_factory=set)  # started: being played, or waiting to be trained on
     ended: Counter[Fate] = field(default_factory=Counter)
-    starts: int = 0  # of this process
-    _again: tuple[int, ...] = ()  # open when this process began, so they come first
+    starts: int = 0  # starts of this process
+    _again: tuple[int, ...] = ()  # tickets that were open when this process began; they come first
     _first: int = 0  # the first new ticket of this process
     _ended_before: int = 0
     _saved: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from agent_r1.train.evaluate import episode_metrics, evaluate, in_order, shared_
 from agent_r1.train.rng import restore_rng, rng_state
 from agent_r1.types import CreditedTrajectory, Group, TaskRow, Trajectory
 
-STATE_FORMAT = 3  # of `_state`; raised when older checkpoints cannot be continued
+STATE_FORMAT = 3  # format of `_state`; raised when older checkpoints cannot be continued
 EVAL_SEED = "eval"  # every evaluation draws the same noise, so only the policy makes a difference
 
 
@@ -64,7 +64,7 @@ class Trainer:
     shaper: RewardShaper
     learner: Learner
     tokenizer: Any
-    input_files: Saveable  # with the tokenizer: what is saved beside the weights
+    input_files: Saveable  # saved beside the weights, like the tokenizer
     engine: Engine
     collector: Collector
     greedy_collector: Collector | None  # for algorithms with a greedy baseline
@@ -81,7 +81,7 @@ class Trainer:
     crew: Crew = field(default_factory=Crew)
     observer: Observer = field(default_factory=Observer)
     last_evaluation: Evaluation | None = None
-    _rng: dict[str, Any] | None = None  # before the unfinished step, which is repeated after a save
+    _rng: dict[str, Any] | None = None  # random state before the unfinished step, which is repeated after a save
 
     async def collect(self, step: int) -> list[Group]:
         """Return scored groups of this step's rows, which are a function of (seed, step).
@@ -100,7 +100,7 @@ class Trainer:
         # Over the whole step, not per round: in a late round with a single row, all attempts may well fail.
         check_failures(groups, self.max_error_fraction)
         if isinstance(self.engine, Sleeper):
-            await self.crew.all(self.engine.sleep())  # if one fails, all of them do
+            await self.crew.all(self.engine.sleep())  # fails on all ranks if it fails on one
         return groups
 
     def _rows(self, step: int, number: int, groups: list[Group]) -> list[TaskRow]:

@@ -10,12 +10,12 @@ from typing import Any
 
 from agent_r1.errors import DataError
 
-MAX_BYTES = 32 * 2**20  # of an encoded picture
-MAX_PIXELS = 50_000_000  # of a decoded one: a small file can describe a huge picture
+MAX_BYTES = 32 * 2**20  # bytes of an encoded picture
+MAX_PIXELS = 50_000_000  # pixels of a decoded picture: a small file can describe a huge one
 MAX_SIDE = 16_384
 MAX_ASPECT = 200  # longer side over shorter one; models resize thinner pictures to nothing
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of encoded pictures; the first picture of an animation is shown
-ROTATED = ("JPEG", "WEBP")  # formats of cameras, which store how they were held
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of encoded files; the first picture of an animation is shown
+ROTATED = ("JPEG", "WEBP")  # camera formats, which store how the camera was held
 TURNED = (5, 6, 7, 8)  # the orientations that swap the sides
 
 

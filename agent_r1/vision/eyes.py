@@ -26,7 +26,7 @@ from agent_r1.errors import DataError
 from agent_r1.vision.picture_format import IDEFICS, IntArray, PictureFormat
 from agent_r1.vision.pictures import INDEX_BITS, MAX_TOKENS, Picture
 
-MAX_CACHED_BYTES = 2**30  # of features that are kept
+MAX_CACHED_BYTES = 2**30  # bytes of features that are kept
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class Sight:
 
     pictures: tuple[Picture, ...]
     rows_P: Tensor  # ascending
-    slots_P: Tensor  # the token of all pictures, one after the other, that each of these rows shows
+    slots_P: Tensor  # which token each of these rows shows, counted over all pictures
 
     @classmethod
     def of(cls, ids_N: IntArray, pictures: Mapping[int, Picture], form: PictureFormat) -> Sight | None:
@@ -76,7 +76,7 @@ class Eyes:
 
     @property
     def tower(self) -> list[nn.Module]:
-        """What makes features of pictures."""
+        """The module that computes features of pictures."""
         body = self._model.model
         return [body.vision_model, body.connector] if self.form.kind in IDEFICS else [body.visual]
 

@@ -41,7 +41,7 @@ REFUSED = {
 class PictureFormat(ABC):
     """The pictures of one model."""
 
-    axes: ClassVar[int]  # numbers of a position
+    axes: ClassVar[int]  # how many numbers a position has
 
     kind: str  # the model type
     placeholder: str  # what the chat template writes for a picture
@@ -71,7 +71,7 @@ class PictureFormat(ABC):
         return picture_ids(picture, self.tokens(picture))
 
     def _normalised(self, image: Any) -> FloatArray:
-        """[H, W, 3] as the model was trained on it."""
+        """Return [H, W, 3], normalised as in the model's training."""
         mean_C, std_C = (np.asarray(numbers, dtype=np.float32) for numbers in (self.mean, self.std))
         pixels_HWC: FloatArray = np.asarray(image, dtype=np.float32)
         normal_HWC: FloatArray = (pixels_HWC / np.float32(255) - mean_C) / std_C
@@ -138,7 +138,7 @@ class QwenPictures(PictureFormat):
 
     def positions(self, ids_L: IntArray, pictures: Mapping[int, Picture]) -> IntArray:
         """A picture's tokens share a time and stand at (row, column); what follows goes on after its longer side."""
-        steps_L = np.ones(len(ids_L), np.int64)  # from each token to the next
+        steps_L = np.ones(len(ids_L), np.int64)  # how far the position advances from each token to the next
         spans = [(start, *self.shape(picture)) for start, picture in self.spans(ids_L, pictures)]
         for start, rows, columns in spans:
             steps_L[start : start + rows * columns] = 0
@@ -154,13 +154,13 @@ class QwenPictures(PictureFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdeficsPictures(PictureFormat):
-    """Idefics3 and SmolVLM: every picture is one square. It is not split into tiles, which would be 17 for a picture of
-    any size."""
+    """Idefics3 and SmolVLM: every picture is one square. Pictures are not split into tiles, which would be 17 whatever
+    the size of a picture."""
 
     axes = 1
 
-    longest: int  # side that a picture is first brought to
-    side: int  # of the square
+    longest: int  # the longer side, after the first of two resizings
+    side: int  # side of the square
     patch: int
     scale: int  # patches on a side that become one token
 
@@ -255,5 +255,5 @@ def _stored(directory: Path | None) -> dict[str, Any]:
             return dict(read.get("image_processor", read))
     raise ConfigError(
         f"{directory} has no {CONFIG_FILES[0]}, which says how the model's pictures are scaled and normalised: copy it "
-        "from where the model comes from"
+        "from the original model"
     )

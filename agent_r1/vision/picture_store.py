@@ -19,7 +19,7 @@ MEDIA_TYPES = {f".{kind.lower()}": f"image/{kind.lower()}" for kind in FORMATS}
 
 
 def store_pictures(folder: Path, pictures: Iterable[Picture]) -> None:
-    """Store those that are not there yet."""
+    """Store the pictures that the folder does not have yet."""
     for picture in dict.fromkeys(pictures):
         path = folder / f"{picture.name}{picture.suffix}"
         if not path.exists():

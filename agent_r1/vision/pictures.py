@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MAX_PER_MESSAGE = 64
 
 INDEX_BITS = 15
-MAX_TOKENS = 1 << INDEX_BITS  # of one picture
+MAX_TOKENS = 1 << INDEX_BITS  # tokens of one picture
 PICTURE_NAME = re.compile(r"[0-9a-f]{32}")
 _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.IGNORECASE)
 
@@ -291,7 +291,7 @@ def _from_text(text: str, what: str, folder: Path | None) -> Picture:
 def _from_file(path: Path, what: str, folder: Path | None = None) -> Picture:
     try:
         path = anchored(path) if folder is None else folder / path.expanduser()
-        if not path.is_file():  # nor a device, which may never end
+        if not path.is_file():  # also refuses devices, which may never end
             raise FileNotFoundError("there is no such file")
         if path.stat().st_size > MAX_BYTES:
             raise DataError(f"{what}: {path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are accepted")

@@ -44,7 +44,7 @@ def _as_list(images: Any) -> Sequence[Any]:
 
 
 def _parts(message: Message) -> Iterator[dict[str, Any] | None]:
-    """The content in parts; None is where the next picture belongs."""
+    """Yield the parts of the content, and None in place of each picture from the column."""
     content = message.get("content")
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
         if not isinstance(part, Mapping):

@@ -25,7 +25,7 @@ def _attention(
     value: Tensor,
     *,
     cu_seq_lens_q: Tensor,  # where each picture begins, or each window of one
-    longest: Tensor,  # the most patches of a picture, twice, on the CPU; see `flash_runs`
+    longest: Tensor,  # the most patches of a picture or window, twice, on the CPU; see `flash_runs`
     scaling: float,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:

@@ -45,7 +45,7 @@ class Choice:
     calls: tuple[CallOut, ...] = ()
     finish_reason: FinishReason = "stop"
     reasoning: str = ""
-    logprobs: tuple[TokenLogprob, ...] | None = None  # None: not asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # None: not requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

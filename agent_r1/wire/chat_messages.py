@@ -33,7 +33,7 @@ def read_messages(values: Sequence[Any]) -> list[Message]:
     if len(values) > MAX_MESSAGES:
         raise invalid(f"messages holds {len(values)} messages; the limit is {MAX_MESSAGES}", "messages")
     messages: list[Message] = []
-    called: dict[str, str] = {}  # the names of tools by the ids of their calls
+    called: dict[str, str] = {}  # tool names by call id
     for index, value in enumerate(values):
         message = _read_message(Fields(value, f"messages[{index}]"), called)
         called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -110,16 +110,16 @@ def _read_picture(fields: Fields) -> Picture:
         read = image_part({"type": "image_url", "image_url": {"url": url}}, what=name)
     except DataError as error:
         raise invalid(str(error)[:300], name) from None
-    assert read is not None  # it is an image_url
+    assert read is not None  # it has the form of an image_url
     picture: Picture = read["image"]
     return picture
 
 
 def _read_call(fields: Fields) -> dict[str, Any]:
-    """A call in the history. Arguments that are not a JSON object stay as the text that they were."""
+    """A call in the history. Arguments that are not a JSON object stay text."""
     call_id = fields.text("id", required=True) or ""
     fields.text("type", choices=("function",))
-    _ = fields.take("index")  # of a streamed call that was put together
+    _ = fields.take("index")  # present if the client assembled the call from a stream
     function = fields.object("function")
     if function is None:
         raise fields.missing("function")
@@ -175,7 +175,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
         raise function.refuse("parameters", "must be a JSON schema of type 'object'")
     if not isinstance(parameters.get("properties", {}), dict):
         raise function.refuse("parameters", "must have an object as its properties")
-    _ = function.take("strict")  # what the model writes is not constrained; arguments are what it wrote
+    _ = function.take("strict")  # ignored: the model's output is not constrained
     function.finish()
     _ = fields.take("cache_control")
     fields.finish()

@@ -79,7 +79,7 @@ class ChatRequest:
     top_logprobs: int = 0
     response_format: Mapping[str, Any] | None = None  # None: text
     stream: bool = False
-    include_usage: bool = False  # a last chunk with the usage
+    include_usage: bool = False  # end the stream with a chunk that holds the usage
     extensions: Mapping[str, Any] = field(default_factory=dict)  # fields that only this server knows
 
 

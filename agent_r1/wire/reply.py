@@ -18,7 +18,7 @@ _THINKING = re.compile(r"<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 class Reply:
     """A response in parts."""
 
-    text: str  # for the user
+    text: str  # the text for the user
     calls: tuple[CallOut, ...] = ()
     reasoning: str = ""
     num_unreadable: int = 0  # calls that cannot be read; their text is in `text`

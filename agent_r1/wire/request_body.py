@@ -15,7 +15,7 @@ from agent_r1.data.files import is_nested_deeper
 from agent_r1.errors import brief, nearest
 from agent_r1.wire.api_error import ApiError, invalid
 
-MAX_NESTING = 100  # of lists and objects; templates, copies and logs walk them
+MAX_NESTING = 100  # levels of lists and objects; templates, copies and logs recurse into them
 CLOSE = {"Connection": "close"}  # the unread rest of a body must not be parsed as the next request
 
 

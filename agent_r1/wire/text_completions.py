@@ -14,7 +14,7 @@ from agent_r1.wire.chat_request import MAX_N, SamplingOptions, finish, read_samp
 from agent_r1.wire.request_body import Fields
 
 MAX_PROMPTS = 256
-DEFAULT_MAX_TOKENS = 16  # the API's own
+DEFAULT_MAX_TOKENS = 16  # the API's own default
 OWN = ("model", "prompt", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed", "n", "best_of", "logprobs",
        "echo", "suffix", "stream", "stream_options")  # fmt: skip
 

@@ -15,7 +15,7 @@ Results = Mapping[str, Any]
 def tables(results: Results) -> dict[str, str]:
     return {
         "setting": _setting(results),
-        "worlds": _worlds(results),
+        "environments": _worlds(results),
         "area": _learning(results, "area"),
         "final": _learning(results, "final"),
         "cosine": _gradients(results, _cosine),
@@ -51,7 +51,7 @@ def _worlds(results: Results) -> str:
         [f"`{w['name']}`", w["summary"], str(w["horizon"]), f"{w['initial_return']:.2f}", f"{w['best_return']:.2f}"]
         for w in results["worlds"]
     ]
-    return table(["world", "what it is", "steps", "initial return", "best"], rows)
+    return table(["environment", "what it is", "steps", "initial return", "best"], rows)
 
 
 def _learning(results: Results, measure: str) -> str:
@@ -84,7 +84,7 @@ def _process(results: Results) -> str:
         [f"`{world}`", variant, *(_plus_minus(*rows[world, variant, scaling]["final"]) for scaling in scalings)]
         for world, variant in pairs
     ]
-    return table(["world", "algorithm", *scalings], body)
+    return table(["environment", "algorithm", *scalings], body)
 
 
 def _grid(results: Results, rows: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]) -> str:

@@ -163,7 +163,7 @@ class SizesBench:
         counted = fixed_memory(shape, method, _NO_LOAD, gpus=1)
         if not adapters:  # there is no engine here; with adapters, this is the base
             counted.pop("engine")
-        packs = activation_bytes(shape, tokens, checkpointing=saving.checkpointing, mlp_chunk=saving.mlp_chunk)
+        packs = activation_bytes(shape, tokens, method.kept(shared_base=True))
         return sum(counted.values()) + packs
 
     def _try(

@@ -47,6 +47,9 @@ def test_a_training_step_counts_what_it_needs() -> None:
     # of width 4, at 12 FLOPs: 432.
     flops = training_flops([3, 2], trained=2, body_parameters=10, head_parameters=7, attention_width=4)
     assert flops == 384 + 432
+    # Frozen weights save their own gradient, 2 FLOPs of 6; attention needs the same.
+    frozen = training_flops([3, 2], trained=2, body_parameters=10, head_parameters=7, attention_width=4, per_weight=4.0)
+    assert frozen == 256 + 432
 
 
 @given(st.integers(1, 4), st.integers(1, 9))

@@ -26,7 +26,7 @@ from agent_r1.runs.reader import latest_checkpoint, list_checkpoints
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
 from tests.forked import start_program
-from tests.ranks_started import MINI, ends, start_ranks, wait_for
+from tests.ranks_started import MINI, ends, start_nodes, start_ranks, wait_for
 
 TIMING = ("time", "tokens_per_second")
 # How the learner cuts its work depends on the number of ranks; what it learns does not.
@@ -95,6 +95,16 @@ def test_two_ranks_train_and_evaluate_like_one_process(whole: Path, tmp_path: Pa
     assert_same_run(run, whole, steps=4)
     assert len(sampled(run, "eval_*")) == 3 * 4  # before, half-way, at the end
     assert said(log).count("training 4/4") == 1  # only rank 0 prints
+    assert (run / "rank_1.log").is_file()
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_nodes_trains_like_one_process(whole: Path, tmp_path: Path) -> None:
+    run, log = tmp_path / "nodes", tmp_path / "log"
+    codes = ends(start_nodes(2, [MINI, "--run", str(run), "trainer.steps=2"], log))
+    assert codes == [0, 0], said(log)
+    assert_same_run(run, whole, steps=2)
+    assert said(log).count("training 2/2") == 1
     assert (run / "rank_1.log").is_file()
 
 

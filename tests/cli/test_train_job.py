@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from rich.console import Console
 
 from agent_r1.cli.train_command import flatten, new_job, run_job
@@ -13,6 +14,7 @@ from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.ranks.crew import Crew
 from agent_r1.runs.run_dir import RunDir
+from tests.conftest import Cli
 from tests.ranks_started import MINI
 
 
@@ -49,3 +51,15 @@ def test_more_gpus_than_there_are_are_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_settings_are_named_by_their_path() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+def test_a_model_that_the_hub_does_not_give_leaves_no_run_directory(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("agent_r1.build.models.hub._is_reachable", lambda: False)
+    ended = cli("train", MINI, "model={make: null, path: owner/nothing}", "--run", tmp_path / "run")
+    assert ended.code == 2
+    assert "owner/nothing" in ended.err
+    assert "run directory" not in ended.out
+    assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,9 @@ def demo(row: TaskRow, called: str) -> tuple[TaskRow, list[str]]:
     return row, [get_format("hermes").write_call(called, {"name": name}), answer_of(name)]
 
 
-def make_model(directory: Path, seed: int, *, embedded: int | None = None, lowers: bool = False) -> None:
+def make_model(
+    directory: Path, seed: int, *, embedded: int | None = None, lowers: bool = False, ends: bool = True
+) -> None:
     """Byte-level tokens, the quickstart's chat template, and hardly any weights."""
     chatml.tokenizer.cache_clear()  # it is changed below
     tokenizer = chatml.tokenizer()
@@ -77,11 +80,17 @@ def make_model(directory: Path, seed: int, *, embedded: int | None = None, lower
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    if not ends:
+        tokenizer.eos_token = None
     tokenizer.save_pretrained(directory)
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> float:
     return float(trajectory.final_text == row.ground_truth)
+
+
+def for_a_box(row: TaskRow, trajectory: Trajectory) -> float:
+    return float(trajectory.final_text == f"\\boxed{{{row.ground_truth}}}")
 
 
 def graded(row: TaskRow, trajectory: Trajectory) -> float:
@@ -137,6 +146,25 @@ def same_rows(split: str) -> list[TaskRow]:
     return [replace(row, row_id=f"{split}-{row.row_id}") for row in rows("train")]
 
 
+def bare_rows(split: str) -> list[TaskRow]:
+    return [replace(row, reward_model={}) for row in rows(split)]
+
+
+def rows_with_one_long(split: str) -> list[TaskRow]:
+    """Only a held-out row is long."""
+    found = rows(split)
+    return found if split == "train" else [*found[1:], *long_rows(split)[:1]]
+
+
+def rows_with_numbers(split: str) -> list[TaskRow]:
+    """Short numeric answers, which extra_info repeats as text beside other short numbers."""
+    found = enumerate(rows(split), 10)
+    return [
+        replace(row, reward_model={"ground_truth": number}, extra_info={"note": str(number), "size": 12})
+        for number, row in found
+    ]
+
+
 def rows_with_notes(split: str) -> list[TaskRow]:
     return [replace(row, extra_info={"note": row.ground_truth}) for row in rows(split)]
 
@@ -159,6 +187,17 @@ def not_calling(count: int, seed: int) -> list[tuple[TaskRow, list[str]]]:
 async def slow_look_up(name: str) -> str:
     """Find the number of a person."""
     await asyncio.sleep(60)
+    return answer_of(name)
+
+
+@tool(name="look_up")
+async def stubborn_look_up(name: str) -> str:
+    """Find the number of a person."""
+    for _ in range(9):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
     return answer_of(name)
 
 
@@ -186,13 +225,17 @@ class Counts(Asks):
 
 
 class Blocks(Asks):
-    is_first = True
+    async def step(self, action: Action) -> Transition:
+        while not Path(os.environ["BLOCKED_UNTIL"]).exists():
+            time.sleep(0.01)
+        return Transition(terminated=True)
+
+
+class ShowsMuch(Asks):
+    """The row does not tell how long its first prompt is."""
 
     async def reset(self, row: TaskRow) -> Observation:
-        if Blocks.is_first:
-            Blocks.is_first = False
-            time.sleep(2.2)
-        return await super().reset(row)
+        return Observation(messages=[*row.prompt, {"role": "user", "content": "and so on, " * 40}])
 
 
 class ClosesOnce(Asks):
@@ -209,6 +252,10 @@ class ClosesOnce(Asks):
 
 def make_small(directory: Path, seed: int) -> None:
     make_model(directory, seed, embedded=200)
+
+
+def make_endless(directory: Path, seed: int) -> None:
+    make_model(directory, seed, ends=False)
 
 
 def make_lowering(directory: Path, seed: int) -> None:

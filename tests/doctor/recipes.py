@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_r1.recipes.quickstart.tiny import CHAT_TEMPLATE
 from tests.chatml import TEMPLATE
 from tests.conftest import Cli
 
+SHOWS_TOOLS = CHAT_TEMPLATE.read_text(encoding="utf-8")
 FORGETS = TEMPLATE.replace("for m in messages", "for m in messages[-1:]")  # what was said before
 
 YAML = {
@@ -52,6 +54,10 @@ def write_recipe(folder: Path) -> Path:
     (folder / "base.yaml").write_text(json.dumps(YAML), encoding="utf-8")  # JSON is YAML
     (folder / "forgets.jinja").write_text(FORGETS, encoding="utf-8")
     (folder / "hides_tools.jinja").write_text(TEMPLATE, encoding="utf-8")
+    hides_results = SHOWS_TOOLS.replace("for message in messages", 'for message in messages if message.role != "tool"')
+    (folder / "hides_results.jinja").write_text(hides_results, encoding="utf-8")
+    other_calls = SHOWS_TOOLS.replace('"<tool_call>\\n"', '"(call "').replace('"\\n</tool_call>"', '")"')
+    (folder / "other_calls.jinja").write_text(other_calls, encoding="utf-8")
     (folder / "other_end.jinja").write_text(TEMPLATE.replace("<|im_end|>", "###"), encoding="utf-8")
     return folder
 

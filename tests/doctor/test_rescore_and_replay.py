@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from agent_r1.doctor.rescore import Change, Rescored
+from agent_r1.doctor.rescore import Change, Rescored, spread
 from agent_r1.runs.reader import list_checkpoints
 from tests.cli.test_cli import recipe
 from tests.conftest import Cli
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipe(tmp_path_factory.mktemp("recipes") / "mini", OTHERS)
 
 
-def train(folder: Path, run: Path, settings: list[str]) -> Path:
+def train(folder: Path | str, run: Path, settings: list[str]) -> Path:
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.commands.train import run_training
     from agent_r1.cli.terminal import Terminal
@@ -121,8 +122,9 @@ def test_a_judge_is_asked_only_if_that_is_allowed(cli: Cli, trained: Path) -> No
     assert "--allow-services" in ended.err
 
 
-def test_records_that_do_not_give_their_own_reward_are_not_trusted(cli: Cli, run: Path) -> None:
-    path = run / "trajectories" / "train_000001.jsonl"
+@pytest.mark.parametrize("step", [1, 3])
+def test_records_that_do_not_give_their_own_reward_are_not_trusted(cli: Cli, run: Path, step: int) -> None:
+    path = run / "trajectories" / f"train_{step:06d}.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         line["outcome_reward"] += 0.25
@@ -131,6 +133,11 @@ def test_records_that_do_not_give_their_own_reward_are_not_trusted(cli: Cli, run
     assert ended.code == 2
     assert "--trust-records" in ended.err
     assert cli("rescore", run, "--reward", "task.shortest", "--trust-records").code == 0
+
+
+def test_the_steps_that_are_tried_reach_from_the_first_to_the_last() -> None:
+    assert spread(range(100), 4) == [0, 33, 66, 99]
+    assert spread([7, 8], 4) == [7, 8]
 
 
 @pytest.mark.parametrize("change", [{"row_id": "gone-1"}, {"row": {"prompt": [], "ground_truth": 7}}])
@@ -188,6 +195,7 @@ def test_a_replay_ends_at_the_same_weights(
 ) -> None:
     ended = cli("replay", trained, "--from", first, "--run", tmp_path / "again")
     assert (ended.code, ended.err) == (0, "")
+    assert "warning" not in ended.out
     said = [line for line in ended.out.splitlines() if line.startswith("weights")]
     assert said == [f"weights of step {step}: equal bit for bit" for step in compared]
     assert (tmp_path / "again" / "tokens.json").read_bytes() == (trained / "tokens.json").read_bytes()
@@ -215,6 +223,54 @@ def test_a_replay_is_exact_with_critics_references_adapters_and_running_scales(
     ended = cli("replay", original, "--from", "3", "--run", tmp_path / "again")
     assert (ended.code, ended.err) == (0, "")
     assert "weights of step 4: equal bit for bit" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("planner_worker/tiny", ["rollout.max_steps=4"]),  # roles
+        ("gridworld/tiny", ["rollout.max_steps=2"]),  # pictures, with a trained vision tower
+    ],
+)
+def test_a_replay_is_exact_with_roles_and_pictures(cli: Cli, tmp_path: Path, recipe: str, settings: list[str]) -> None:
+    # An untrained model earns nothing, so entropy is what the updates follow.
+    short = ["sft.demos=null", "eval.rows=1", "rollout.max_response_tokens=8", "trainer.save_every=1"]
+    short += ["algorithm.entropy_coef=0.1", "algorithm.name=reinforce"]
+    original = train(recipe, tmp_path / "run", [*short, *settings])
+    ended = cli("replay", original, "--from", "1", "--run", tmp_path / "again")
+    assert (ended.code, ended.err) == (0, "")
+    assert [line for line in ended.out.splitlines() if line.startswith("weights")] == [
+        f"weights of step {step}: equal bit for bit" for step in (1, 2)
+    ]
+    first, last = (load_file(original / "checkpoints" / f"step_{step:06d}" / "model.safetensors") for step in (1, 2))
+    assert any(not first[name].equal(last[name]) for name in first)  # there was something to repeat
+
+
+def test_a_replay_without_a_checkpoint_to_compare_with_fails(cli: Cli, run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    ended = cli("replay", run, "--from", "3", "--run", tmp_path / "again")
+    assert ended.code == 1
+    assert "weights of step" not in ended.out
+    assert [step for step, _ in list_checkpoints(tmp_path / "again" / "checkpoints")] == [4]
+
+
+def change_versions(run: Path, **changes: str) -> None:
+    path = run / "versions.json"
+    [made_by] = json.loads(path.read_text(encoding="utf-8"))
+    assert made_by["device"] == "cpu"
+    path.write_text(json.dumps([made_by | changes]), encoding="utf-8")
+
+
+def test_other_versions_are_named_and_another_device_is_refused(cli: Cli, run: Path, tmp_path: Path) -> None:
+    change_versions(run, torch="1.0.0")
+    ended = cli("replay", run, "--from", "3", "--run", tmp_path / "again")
+    assert ended.code == 0
+    assert "torch 1.0.0 ->" in ended.out
+    change_versions(run, device="NVIDIA H200")
+    refused = cli("replay", run, "--from", "3", "--run", tmp_path / "elsewhere")
+    assert refused.code == 2
+    assert "NVIDIA H200" in refused.err
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_replay_of_other_episodes_differs(cli: Cli, run: Path, tmp_path: Path) -> None:

@@ -32,11 +32,15 @@ from tests.learn.builders import (
     random_groups,
     tiny_model,
 )
+from tests.models.architectures import ARCHITECTURES
 
 ADAPTERS = LoRA(rank=2, alpha=4.0, target_modules=None, seed=1)
+LONG = ("grpo", "ppo", "steppo", "gigpo")  # compared over several updates: some contexts are rewritten, others grow
+FAMILIES = ("Qwen3-MoE", "gpt-oss", "LFM2")  # experts; sinks and sliding windows too; convolutions
+TREES: dict[str, Any] = {"kind": "append", "prefix_sharing": "on", "updates": 3}
 # By name: the algorithm and how its learner differs from the plain one.
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"name": name} for name in ALGORITHMS},
+    **{name: {"name": name, "updates": 3 if name in LONG else 1} for name in ALGORITHMS},
     "two epochs": {"name": "ppo", "num_epochs": 2},
     **{f"{name} shared": {"name": name, "shared": True} for name, row in ALGORITHMS.items() if row.needs_critic},
     "corrected": {
@@ -47,10 +51,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "warming up": {"name": "steppo", "shared": True, "warmup_updates": 1, "updates": 2},
     "one trajectory": {"name": "reinforce", "take": 1},
-    "trees": {"name": "gigpo", "kind": "append", "prefix_sharing": "on"},
-    "rewritten contexts": {"name": "grpo", "kind": "broken"},
-    "adapters": {"name": "grpo", "kl_coef": 0.1, "model": {"lora": ADAPTERS}},
-    "adapters with a critic": {"name": "ppo", "model": {"lora": ADAPTERS, "checkpoint_activations": True}},
+    "trees": {"name": "gigpo", **TREES},
+    "rewritten contexts": {"name": "grpo", "kind": "broken", "updates": 3},
+    "adapters, grpo": {"name": "grpo", "kl_coef": 0.1, "model": {"lora": ADAPTERS}, **TREES},
+    "adapters, ppo": {"name": "ppo", "model": {"lora": ADAPTERS, "checkpoint_activations": True}, **TREES},
+    "adapters, steppo": {"name": "steppo", "model": {"lora": ADAPTERS}, **TREES},
+    "adapters, gigpo": {"name": "gigpo", "model": {"lora": ADAPTERS}, **TREES},
+    **{family: {"name": "reinforce", "family": family} for family in FAMILIES},
     "tied": {"name": "steppo", "family": "llama-tied", "model": {"checkpoint_activations": True}},
     "offloaded": {"name": "ppo", "offload_optimizer": True, "family": "qwen3"},
     "MLPs in chunks": {"name": "ppo", "model": {"checkpoint_activations": True, "mlp_chunk_tokens": 5}},
@@ -59,7 +66,12 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16 policy": {"name": "reinforce", "model": {"autocast_dtype": torch.bfloat16}},
     "bfloat16 critic": {"name": "ppo", "model": {"autocast_dtype": torch.bfloat16}},
 }
-THREE = ["grpo", "gigpo", "ppo", "steppo shared", "trees", "rewritten contexts", "adapters", "8-bit state"]
+THREE = [
+    *(name for name, case in CASES.items() if case.get("updates") == 3),
+    "steppo shared",
+    "Qwen3-MoE",
+    "8-bit state",
+]
 
 
 def train_all(ranks: OneProcess, cases: list[str]) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def new_learner(  # noqa: PLR0913 (the ways in which cases differ)
     network: Any = None,
     **more: Any,
 ) -> tuple[Learner, list[Group]]:
-    policy = PolicyModel(network or tiny_model(family), **(model or {}))
+    policy = PolicyModel(network or made(family), **(model or {}))
     groups = attempts(policy, kind)
     critic = critic_of(policy, shared=shared, warmup_updates=warmup_updates) if ALGORITHMS[name].needs_critic else None
     reference = None
@@ -137,13 +149,19 @@ def new_learner(  # noqa: PLR0913 (the ways in which cases differ)
     return learner_for(name, policy, **(settings | more)), groups
 
 
+def made(family: str) -> Any:
+    others = {each.name: each for each in ARCHITECTURES}
+    return others[family].make() if family in others else tiny_model(family)
+
+
+FEW = replace(ADAPTERS, target_modules=("q_proj", "down_proj"))  # each tensor of a checkpoint takes time
 SAVED: dict[str, dict[str, Any]] = {
     "critic": {"name": "ppo", "family": "llama-tied"},
-    "adapters": {"name": "grpo", "offload_optimizer": True, "model": {"lora": ADAPTERS}},
+    "adapters": {"name": "grpo", "offload_optimizer": True, "model": {"lora": FEW}},
     "8-bit critic": {"name": "ppo", "eight_bit_optimizer": True},
     "8-bit adapters": {
         **{"name": "grpo", "offload_optimizer": True, "eight_bit_optimizer": True},
-        "model": {"lora": replace(ADAPTERS, rank=8)},
+        "model": {"lora": replace(FEW, rank=8)},
     },
 }
 

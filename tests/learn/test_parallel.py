@@ -11,15 +11,19 @@ import torch
 
 from agent_r1.ranks.crew import OneProcess
 from tests.forked import start
-from tests.learn.rank import CASES, SAVED, THREE, main, resume_all, train_all
+from tests.learn.rank import CASES, LONG, SAVED, THREE, main, resume_all, train_all
 
 pytestmark = pytest.mark.timeout(900)  # five processes train at the same time
 
 # What a layout says of itself: several ranks fill other packs than one process.
 LAYOUT = {"packs", "packing_efficiency"}
 # Packs filled differently are rounded differently. By case: the same in fp32, and the gradients to compare. A clipped
-# policy would not do, because rounding moves tokens across the edge.
-ROUNDED = {"bfloat16 policy": ("reinforce", "model."), "bfloat16 critic": ("ppo", "critic.")}
+# policy would not do, because rounding moves tokens across the edge. MLPs in chunks are those of ppo after one update.
+ROUNDED = {"bfloat16 policy": ("reinforce", "model."), "bfloat16 critic": ("MLPs in chunks", "critic.")}
+# Relative, for what is computed from differences of log-probs: numbers between 4 and 8 are 4.8e-7 apart in fp32, so a
+# difference of two, and a ratio, may change by twice that from one order of summation to another, and the KL of a token
+# by more. 3e-6 was measured.
+RATIO_BOUND = 5e-6
 EXACT = [*((2, name) for name in CASES if name not in ROUNDED), *((3, name) for name in THREE)]
 DECISIONS = [*EXACT, *((world, name) for world in (2, 3) for name in ("stopped", "nothing"))]
 
@@ -85,10 +89,18 @@ def test_all_ranks_report_the_metrics_of_one_process(runs: Any, world: int, name
     for got, expected in zip(first[name]["metrics"], one[name]["metrics"], strict=True):
         assert got.keys() == expected.keys()
         for key in got.keys() - LAYOUT:
-            assert got[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
-    assert flat(first[name]["values"]) == pytest.approx(flat(one[name]["values"]), abs=1e-5)
-    assert flat(first[name]["kl"]) == pytest.approx(flat(one[name]["kl"]), abs=1e-5)
-    assert flat(first[name]["noted"]) == pytest.approx(flat(one[name]["noted"]), rel=1e-4, abs=1e-5, nan_ok=True)
+            allowed = RATIO_BOUND if "ratio" in key or "mismatch" in key or "kl" in key else 1e-6
+            assert got[key] == pytest.approx(expected[key], rel=allowed, abs=1e-6), key
+    assert flat(first[name]["values"]) == pytest.approx(flat(one[name]["values"]), abs=1e-6)
+    assert flat(first[name]["kl"]) == pytest.approx(flat(one[name]["kl"]), abs=1e-6)
+    noted = flat(one[name]["noted"])
+    assert flat(first[name]["noted"]) == pytest.approx(noted, rel=RATIO_BOUND, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", [*LONG, *(f"adapters, {name}" for name in LONG), "trees", "rewritten contexts"])
+def test_what_matters_most_is_compared_after_three_updates_of_two_optimizer_steps(runs: Any, name: str) -> None:
+    for first, *_ in runs.values():
+        assert [update["optimizer_steps"] for update in first[name]["metrics"]] == [2, 4, 6]
 
 
 def flat(nested: Any) -> list[float]:

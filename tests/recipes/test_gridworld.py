@@ -16,7 +16,7 @@ from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import make_env, merge_env_kwargs
 from agent_r1.envs.check import check_env
 from agent_r1.errors import ConfigError
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.gridworld import lake as lakes
 from agent_r1.recipes.gridworld import task, tiny

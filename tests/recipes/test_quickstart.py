@@ -22,7 +22,7 @@ from agent_r1.envs.base import merge_env_kwargs
 from agent_r1.envs.check import check_env, check_tool
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.quickstart import task, tiny
 from agent_r1.recipes.quickstart.task import Kind, Puzzle, Shortcut

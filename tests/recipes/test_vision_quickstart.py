@@ -23,7 +23,7 @@ from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import merge_env_kwargs
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.recipes.vision_quickstart import task, tiny
 from agent_r1.recipes.vision_quickstart.task import CELLS, Board, Caption, Shortcut

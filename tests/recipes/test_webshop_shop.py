@@ -17,7 +17,7 @@ from agent_r1.recipes.webshop import synthetic
 from agent_r1.recipes.webshop.data import Catalogue
 from agent_r1.recipes.webshop.env import WebShop
 from agent_r1.recipes.webshop.pages import Look, cut, page
-from agent_r1.recipes.webshop.shop import MAX_WORDS, CannotDo, Place, Shop, read_action
+from agent_r1.recipes.webshop.shop import MAX_QUERY_CHARS, CannotDo, Place, Shop, read_action
 from agent_r1.types import TaskRow
 from tests.recipes.test_webshop import SCARF
 
@@ -56,8 +56,8 @@ def test_long_queries_are_cut() -> None:
     env = synthetic.SyntheticShop()
     env.begin(synthetic.rows("test")[0])
     env.reply(f"search[lamp {'x' * 200_000}]")
-    assert env.reply("click[next >]").info["anchor"] == f"results 1 lamp {'x' * (MAX_WORDS - 5)}"
-    assert read_action(f"search[{'x' * (MAX_WORDS - 1)} y]") == ("search", "x" * (MAX_WORDS - 1))
+    assert env.reply("click[next >]").info["anchor"] == f"results 1 lamp {'x' * (MAX_QUERY_CHARS - 5)}"
+    assert read_action(f"search[{'x' * (MAX_QUERY_CHARS - 1)} y]") == ("search", "x" * (MAX_QUERY_CHARS - 1))
 
 
 def walk(shop: Shop, *actions: str) -> Place:

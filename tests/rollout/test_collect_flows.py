@@ -12,7 +12,8 @@ import pytest
 
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
-from agent_r1.flows.episode import Episode, EpisodeLimit
+from agent_r1.flows.budgets import EpisodeLimit
+from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase, flow_class
 from agent_r1.types import Action, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer

@@ -11,7 +11,8 @@ import pytest
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.scripted import ScriptedEngine
-from agent_r1.flows.episode import Episode, Limits
+from agent_r1.flows.budgets import Limits
+from agent_r1.flows.episode import Episode
 from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation, Step

@@ -13,8 +13,8 @@ from agent_r1.engines.base import Sampler, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.tool_env import ToolEnv
+from agent_r1.flows.budgets import Limits
 from agent_r1.flows.context import ContextPolicy
-from agent_r1.flows.episode import Limits
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.rollout.collect import Collector
 from agent_r1.tokens.rendering import Renderer

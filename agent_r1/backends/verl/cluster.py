@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def cluster(config: RunConfig, run: Path) -> Iterator[None]:
     """Connect to Ray for the length of a run. Must come before verl is imported: verl reads the environment then."""
     own = environment(config) | {SETTINGS: str(run / "config.json")}
-    reaper = None if os.environ.get(ADDRESS) else Reaper()  # for a cluster of our own
+    reaper = None if os.environ.get(ADDRESS) else Reaper()  # only a cluster of our own needs one
     if reaper is not None:
         own[MARK] = reaper.mark
     before = {name: os.environ.get(name) for name in own}
@@ -91,7 +91,8 @@ def _start(config: RunConfig, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _in_own_sessions() -> Iterator[None]:
-    """Keep Ray's processes out of our process group: a SIGTERM to the group must leave us workers to save with.
+    """Keep Ray's processes out of our process group: a SIGTERM to the group must not end the workers, which are needed
+    to save.
 
     Ray itself shields them from SIGINT only.
     """

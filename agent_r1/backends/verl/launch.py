@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent_r1.backends.verl.watch import Watch
 
 VERSION = "0.9.1"
-INSTALL = "install it with pip install 'agent-r1[verl]', best into an environment of its own (docs/verl.md)"
+INSTALL = "install it with pip install 'agent-r1[verl]', ideally in a separate environment (docs/verl.md)"
 
 
 def check_verl(config: RunConfig, plan: Plan) -> dict[str, Any]:

@@ -32,15 +32,15 @@ from agent_r1.types import CreditedTrajectory, Trajectory
 from agent_r1.vision.picture_format import PictureFormat
 
 Rows = dict[str, list[Tensor]]  # by name: one tensor per row
-Extras = dict[str, Any]  # numbers for the whole batch
-Found = dict[str, list[float]]  # metrics of a call, by name: of all micro-batches of all workers
+Extras = dict[str, Any]  # numbers for the whole batch, by name
+Found = dict[str, list[float]]  # values of each metric in a call, from all micro-batches of all workers
 Ask = Callable[[RowBatch], Tensor]  # one number per token of all rows
 
 
 class Workers(Protocol):
     """The processes that hold policy, reference and critic; see `workers.py`. Queries return one number per token."""
 
-    size: int  # shares of a batch
+    size: int  # number of shares of a batch
 
     def logprobs(self, rows: Rows, extras: Extras) -> Tensor: ...
     def reference_logprobs(self, rows: Rows, extras: Extras) -> Tensor: ...
@@ -66,7 +66,7 @@ class RemoteModel:
     """Stands for a model that the workers hold."""
 
     packs: bool = False  # every segment is a row of its own
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the driver's data
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # device of the driver's data
     pictures: PictureFormat | None = None  # verl runs are for text only
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class RemoteOptimizer:
     schedule: Schedule
     steps: int = 0
     planned: int = 0
-    lr: float = 0.0  # of the last step
+    lr: float = 0.0  # learning rate of the last step
 
     def next_rate(self) -> float:
         return self.base_lr * self.schedule(self.steps + 1, self.planned + 1)
@@ -117,7 +117,7 @@ class VerlLearner(Learner):
     """Trains one policy on verl's workers, and a critic if the algorithm has one."""
 
     workers: Workers
-    _passes_made: float = field(default=0.0, init=False)  # of the last update, by all workers
+    _passes_made: float = field(default=0.0, init=False)  # passes of all workers in the last update
     _tokens_sent: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -241,13 +241,14 @@ class VerlLearner(Learner):
         self._passes_made += step.sums.pop("passes")
 
     def _is_trainable(self, batch: MiniBatch) -> bool:
-        """Whether the numbers that the loss is made of are finite. The gradient is judged by the workers."""
+        """Whether all numbers in the loss are finite. The workers check the gradient."""
         index = torch.cat([part.columns_T for part in batch.packs])
         columns = batch.columns.at(index)
         return bool((columns.advantages_R + columns.old_logprobs_R + columns.importance_R).isfinite().all())
 
     def _distance(self, batch: MiniBatch) -> Tally:
-        """How far the policy has moved since the samples: a pass of its own, because verl's passes end in a step."""
+        """Return how far the policy has moved since it sampled. Makes a separate pass, because verl's passes end in a
+        step."""
         new_R = batch.share.column(self._logprobs_of(self.policy), batch.columns.old_logprobs_R)
         index = torch.cat([part.columns_T for part in batch.packs])
         sums, _ = ratio_report(new_R[index] - batch.columns.old_logprobs_R[index])

@@ -37,7 +37,7 @@ def load_reader(config: RunConfig, model: str) -> Reader:
 
 
 def _generation(directory: str, network: Any) -> Any:
-    """As when transformers loads the model: from the file, or else from the model's config."""
+    """Read the generation config as transformers does: from its file, or else from the model's config."""
     try:
         return GenerationConfig.from_pretrained(directory, local_files_only=without_hub(directory))
     except OSError:

@@ -30,7 +30,7 @@ from agent_r1.learn.batch.packs import Pack
 from agent_r1.types import Group, Step, TaskRow, Trajectory
 
 IDS = ("prompt_ids", "response_ids", "response_logprobs")
-FILLER_TOKENS = 2  # of a row on which nothing is trained: the fewest that a causal model can predict from
+FILLER_TOKENS = 2  # length of a row on which nothing is trained: the fewest that a causal model can predict from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class PackedTrajectory:
     """A trajectory whose token ids are arrays, each stored once."""
 
     segments: list[NDArray[np.int32]]
-    places: list[tuple[int, int, int]]  # of each step: its segment, where its prompt ends, where its response ends
-    logprobs: NDArray[np.float64]  # of all steps
+    places: list[tuple[int, int, int]]  # per step: its segment, where its prompt ends, where its response ends
+    logprobs: NDArray[np.float64]  # log-probs of all steps
     next_prompt_ids: NDArray[np.int32]
     steps: list[dict[str, Any]]  # the other fields of each step
-    rest: Trajectory  # without steps
+    rest: Trajectory  # the trajectory without its steps
 
 
 def pack(trajectory: Trajectory) -> PackedTrajectory:

@@ -20,7 +20,7 @@ CPU_ENGINE = "agent_r1"  # verl's name for our engine
 # verl has FSDP engines for cuda and npu only; they run on a CPU all the same.
 CPU_ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "RAY_DISABLE_METRICS_COLLECTION": "1"}
 GPU_PACK_TOKENS = 32_768  # verl computes logits of all tokens at once, so packs are smaller than ours
-LOGICAL_CPUS = 16  # that Ray may hand out on a laptop: its processes mostly wait for each other
+LOGICAL_CPUS = 16  # CPUs that Ray may hand out on a laptop: its processes mostly wait for each other
 
 
 def verl_section(config: RunConfig) -> VerlConfig:
@@ -65,7 +65,7 @@ def check_settings(config: RunConfig, algorithm: Algorithm) -> None:
             config.model.device == ("cuda" if section.cpu else "cpu"),
             "verl.cpu decides where verl computes",
         ),
-        "learner.compile": (learner.compile is not None, "verl compiles by settings of its own: see verl.settings"),
+        "learner.compile": (learner.compile is not None, "verl has its own settings for this: see verl.settings"),
         "learner.prefix_sharing=on": (learner.prefix_sharing == "on", "verl computes every row in full"),
         "learner.offload_optimizer": (
             learner.offload_optimizer,
@@ -216,7 +216,7 @@ def _precision(place: str, config: RunConfig) -> dict[str, Any]:
     if verl_section(config).cpu:
         mapped[f"{place}.use_torch_compile"] = False
     elif place.endswith("actor.fsdp_config"):
-        mapped[f"{place}.entropy_from_logits_with_chunking"] = True  # else a second copy of all logits
+        mapped[f"{place}.entropy_from_logits_with_chunking"] = True  # otherwise verl makes a second copy of all logits
     return mapped
 
 

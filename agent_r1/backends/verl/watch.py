@@ -26,10 +26,10 @@ from agent_r1.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ROUND_SECONDS = 2.0  # between questions to processes that answered
-GRACE_SECONDS = 40.0  # for the main thread to end the run by itself
+ROUND_SECONDS = 2.0  # time between questions to processes that answered
+GRACE_SECONDS = 40.0  # time for the main thread to end the run by itself
 _KNOWN = (r"(pid: \d+)", r"(ip: \S+)", r"exit detail: (.*?)(?: Some common causes|$)")
-SAVE_SECONDS = 900.0  # the same, while it saves
+SAVE_SECONDS = 900.0  # replaces GRACE_SECONDS while the main thread saves
 
 
 class VerlProcessError(RolloutError):
@@ -51,7 +51,7 @@ class Watch:
         try:
             return await work
         except asyncio.CancelledError:
-            if self.cause is None:  # a signal
+            if self.cause is None:  # cancelled by a signal
                 raise
             raise VerlProcessError(self.cause) from None
         except Exception as error:

@@ -22,5 +22,5 @@ def put(folder: Path, write: Callable[[Path], object]) -> None:
             part.mkdir()
             write(part)
     except OSError:
-        if not folder.is_dir() or not any(folder.iterdir()):  # not because another run was first
+        if not folder.is_dir() or not any(folder.iterdir()):  # otherwise another run was first
             raise

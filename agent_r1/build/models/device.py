@@ -16,6 +16,11 @@ def model_device(config: RunConfig) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
+def device_name(config: RunConfig) -> str:
+    device = model_device(config)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def engine_device(config: RunConfig) -> torch.device:
     """Where the local engine samples."""
     own = model_device(config)

@@ -23,7 +23,7 @@ from agent_r1.errors import DataError, did_you_mean
 Metadata = Mapping[str, Any]
 INSTEAD = "Use a Hugging Face directory or a hub id instead"
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 # Words, digits and the rest are split; Qwen takes digits one by one, Llama 3 up to three at once.
@@ -37,7 +37,7 @@ class Splitting:
 
     steps: tuple[Any, ...]  # pre-tokenizers, in order
     nfc: bool = False
-    ignore_merges: bool = False  # a piece that is a token stays one
+    ignore_merges: bool = False  # do not split a piece that is a token
 
 
 def _split_by(digits: str) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def _split_by(digits: str) -> tuple[Any, ...]:
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-SPLITTINGS = {  # by tokenizer.ggml.pre
+SPLITTINGS = {  # by the value of tokenizer.ggml.pre
     "gpt-2": Splitting(steps=(_GPT2,)),
     "smollm": Splitting(steps=(pre_tokenizers.Digits(individual_digits=True), _GPT2)),
     "qwen2": Splitting(steps=_split_by(r"\p{N}"), nfc=True),

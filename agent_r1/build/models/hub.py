@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from huggingface_hub import constants
 
-SECONDS = 5.0  # to wait for an answer of any kind
+SECONDS = 5.0  # time to wait for an answer of any kind
 
 
 def without_hub(model: str) -> bool:

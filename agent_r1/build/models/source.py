@@ -43,7 +43,7 @@ class Package:
     licence: str
     version: str
     file: str  # inside the wheel
-    sha256: str  # of that file
+    sha256: str  # hash of that file
 
 
 PACKAGES = {
@@ -92,7 +92,7 @@ def check_source(source: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Not with find_spec: setuptools would conclude that pip is running, and break torch.compile."""
+    """Whether a package is installed. Not with find_spec: setuptools takes that for pip and breaks torch.compile."""
     try:
         distribution(package)
     except PackageNotFoundError:

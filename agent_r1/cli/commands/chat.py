@@ -45,7 +45,7 @@ HELP = (
     "Enter asks the row's own question, /row N loads another row, /image PATH shows a picture with the next question, "
     "/new forgets the conversation, /quit exits."
 )
-Content = str | list[dict[str, Any]]  # of a message
+Content = str | list[dict[str, Any]]  # content of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Chat:
         self._open = AsyncExitStack()
         self._rows = rows
         self._asked = 0
-        self.shown: list[Picture] = []  # with the next question
+        self.shown: list[Picture] = []  # pictures to show with the next question
         self.enter(0)
 
     def enter(self, index: int) -> None:
@@ -130,7 +130,7 @@ class Chat:
     def forget(self) -> None:
         self.history: list[Message] = [dict(m) for m in self.row.prompt if m["role"] != "user"]
         self.has_past = False
-        self._context: ContextPolicy | None = None  # its notes belong to the conversation
+        self._context: ContextPolicy | None = None  # belongs to the conversation, like its notes
 
     @property
     def question(self) -> Content:
@@ -173,7 +173,7 @@ class Chat:
         )
 
     def _with_pictures(self, question: Content) -> Content:
-        """The question after the pictures that were shown with it."""
+        """Return the question, preceded by the pictures to show with it."""
         parts = [{"type": "image", "image": picture} for picture in self.shown]
         return [*parts, *as_parts({"content": question})["content"]] if parts else question
 
@@ -211,7 +211,7 @@ def run_chat(
 
 
 def chat_loop(chat: Chat, console: Console, *, ask: str | None = None) -> None:
-    """Until /quit, Ctrl-D or Ctrl-C, even during an answer.
+    """Chat until /quit, Ctrl-D or Ctrl-C, which also works during an answer.
 
     Input is read in the main thread, between runs of the event loop: in any other thread Ctrl-C could not interrupt it.
     """

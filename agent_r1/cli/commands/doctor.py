@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
 from agent_r1.cli.terminal import Terminal, report_signals
@@ -32,61 +34,89 @@ def doctor_command(
     ] = False,
     engine: Annotated[bool, typer.Option("--engine", help="Also sample a few rows with the model.")] = False,
     rows: Annotated[int, typer.Option(min=1, help="Rows to play with each agent.")] = 16,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Longest time for an episode, and for code that blocks all of them.")
+    ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Look for what makes runs fail or learn nothing, before you train. Exit code 1 if anything is red."""
     from agent_r1.doctor.finding import Level
-    from agent_r1.doctor.tables import show_findings
+
+    found: list[Finding] = []
+
+    def show() -> None:
+        from agent_r1.doctor.tables import show_findings
+
+        if as_json:
+            console.print(json.dumps([asdict(each) for each in found], indent=1), soft_wrap=True, markup=False)
+        else:
+            show_findings(found, console)
+
+    def end(place: str) -> None:
+        """Report from another thread, while user code blocks this one for good."""
+        from agent_r1.doctor.environment import blocked
+
+        found.append(blocked(place, seconds))
+        show()
+        sys.stdout.flush()
+        os._exit(1)
 
     with report_signals():
-        screen = Terminal(quiet=as_json)
-        found = _examine(recipe, overrides or [], screen, quick=quick, engine=engine, rows=rows)
-    if as_json:
-        console.print(json.dumps([asdict(each) for each in found], indent=1), soft_wrap=True, markup=False)
-    else:
-        show_findings(found, console)
+        _examine(found, recipe, overrides or [], Tiers(quick, engine, rows, seconds, end), Terminal(quiet=as_json))
+    show()
     if any(each.level is Level.RED for each in found):
         raise typer.Exit(1)
 
 
-def _examine(
-    recipe: str, overrides: Sequence[str], screen: Terminal, *, quick: bool, engine: bool, rows: int
-) -> list[Finding]:
-    """Run the checks; one that makes the next ones pointless is the last."""
-    from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands.train import seeded_start
-    from agent_r1.cli.signals import interruptible
-    from agent_r1.doctor.environment import check_environment
-    from agent_r1.doctor.finding import refused
-    from agent_r1.doctor.quick import prepare, run_quick
-    from agent_r1.doctor.sampled import check_engine
-    from agent_r1.runs.run_log import logging_to
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Which checks to run, and how long they may take."""
 
-    found: list[Finding] = []
+    quick: bool
+    engine: bool
+    rows: int
+    seconds: float
+    end: Callable[[str], None]  # called if user code blocks everything for so long
+
+
+def _examine(found: list[Finding], recipe: str, overrides: Sequence[str], tiers: Tiers, screen: Terminal) -> None:
+    """Run the checks and add what they find; one that makes the next ones pointless is the last."""
+    from agent_r1.build.plan import build_plan
+    from agent_r1.doctor.finding import refused
+
     stage = "settings"
     try:
         config = load_config(recipe, overrides)
         stage = "task"
         plan = build_plan(config)
+
+        from agent_r1.cli.commands.train import seeded_start
+        from agent_r1.cli.signals import interruptible
+        from agent_r1.doctor.environment import check_environment
+        from agent_r1.doctor.quick import prepare, run_quick
+        from agent_r1.doctor.sampled import check_engine
+        from agent_r1.runs.run_log import logging_to
+
         stage = "model"
         parts = prepare(config, plan)
         found += run_quick(parts)
         stage = "environment"
-        with logging_to(Path(os.devnull)):  # failures are summed up in the findings
 
-            async def play() -> None:
-                nonlocal stage
-                if not quick:
-                    found.extend(await check_environment(config, plan, parts.renderer, rows))
-                if engine:
-                    stage = "engine"
-                    found.extend(await check_engine(config, plan, await seeded_start(config, plan.task, screen), rows))
+        async def play() -> None:
+            nonlocal stage
+            limits: dict[str, Any] = {"seconds": tiers.seconds, "end": tiers.end}
+            if not tiers.quick:
+                found.extend(await check_environment(config, plan, parts.renderer, tiers.rows, **limits))
+            if tiers.engine:
+                stage = "engine"
+                start = await seeded_start(config, plan.task, screen)
+                found.extend(await check_engine(config, plan, start, tiers.rows, **limits))
 
-            if engine or not quick:
+        if tiers.engine or not tiers.quick:
+            with logging_to(Path(os.devnull)):  # failures are summed up in the findings
                 interruptible(plan.task.run(play()), config, screen, lambda: "nothing was written")
     except AgentR1Error as error:
         found.append(refused(stage, error))
-    return found
 
 
 def rescore_command(
@@ -130,7 +160,7 @@ def replay_command(
     into: Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")] = None,
 ) -> None:
     """Train again from the stored episodes of a run, without sampling, and compare the weights. Exit code 1 if they
-    differ."""
+    differ, or if the run has no checkpoint to compare with."""
     from agent_r1.runs.reader import RunReader
 
     directory = RunReader.open(run)
@@ -139,19 +169,21 @@ def replay_command(
     from agent_r1.build.plan import build_plan
     from agent_r1.cli.display import Display
     from agent_r1.config import recipe_name
-    from agent_r1.doctor.replay_run import plan_replay, replay
+    from agent_r1.doctor.replay_run import compare_versions, plan_replay, replay
     from agent_r1.doctor.tables import show_comparisons
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
     plan = build_plan(config, resume=True)
     route = plan_replay(directory, config, plan, first=first)  # finds what is missing before a directory exists
-    place = into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay")
-    made = RunDir.create(place, config)
+    changed = "; ".join(compare_versions(directory, config))
+    if changed:
+        console.print(Text(f"warning: weights may differ, because of: {changed}", style="yellow"), soft_wrap=True)
+    made = RunDir.create(into or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-replay"), config)
     console.print(f"steps {route.start + 1} to {route.last} of {directory}, into {made}", soft_wrap=True, markup=False)
     with made.locked(), Display(console, "replaying", total=route.last, done=route.start) as display:
         found = _run(replay(route, directory, config, plan, made, display), config)
     show_comparisons(found, console)
-    if not all(each.is_equal for each in found):
+    if not found or not all(each.is_equal for each in found):
         raise typer.Exit(1)
 
 

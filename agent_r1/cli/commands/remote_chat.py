@@ -31,7 +31,7 @@ def check_options(*, run: Path | None, overrides: Sequence[str], row: int | None
 
 
 def run_remote_chat(url: str, console: Console, *, model: str | None, key: str | None, ask: str | None) -> None:
-    """Until /quit, Ctrl-D or Ctrl-C; with `ask`, one question."""
+    """Chat until /quit, Ctrl-D or Ctrl-C; with `ask`, ask one question only."""
     chat = open_remote_chat(url, model=model, key=key)
     with closing(chat.client):
         if ask is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from agent_r1.build.learner import rehearse
-from agent_r1.build.models.load import Model, load_model
+from agent_r1.build.models.device import device_name
+from agent_r1.build.models.load import load_model
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
 from agent_r1.build.task import Task
@@ -49,6 +50,7 @@ from agent_r1.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from agent_r1.backends.verl.watch import Watch
+    from agent_r1.doctor.quick import Parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,7 @@ def describe_kept(run: RunDir, gpus: int | None = None) -> str:
 
 
 def rank_log(run: RunDir, crew: Crew) -> Path:
-    """Return the log of this process; rank 0 has that of the run."""
+    """Return the log file of this process; for rank 0, it is the log of the run."""
     return run.log_file if crew.ranks.is_main else run.path / f"rank_{crew.ranks.rank}.log"
 
 
@@ -140,7 +142,10 @@ async def _train(
     with Display(console, "training", total=config.trainer.steps, done=done) as display:
         if watch is not None:
             from agent_r1.backends.verl.launch import build_verl_trainer
+            from agent_r1.doctor.quick import prepare
 
+            if checkpoint is None:
+                _examine(lambda: prepare(config, plan, weights), display)
             trainer: Trainer = await build_verl_trainer(
                 config, run=run, plan=plan, weights=weights, progress=display, watch=watch, checkpoint=checkpoint
             )
@@ -151,12 +156,13 @@ async def _train(
                 display.note(f"continuing {run} after step {done}")
             if crew.ranks.is_main:
                 run.forget_after(done)
+                run.record_versions(device=device_name(config))
                 run.write_tokens(token_texts(trainer.tokenizer))
                 plan.observer.start(run, step=done)
             with parts_frozen():
                 done = await _loop(config, run, trainer, done)
             if config.trainer.steps == 0:
-                trainer.save(0)  # for chat and eval
+                trainer.save(0)  # so that chat and eval find a checkpoint
     took = time.monotonic() - began
     return _conclude(run, trainer, console, config, start=start, steps=done, seconds=took)
 
@@ -188,21 +194,23 @@ async def _build_local(
     reference = crew.main_first(lambda: reference_model(config, model, run.reference))
     trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display, crew=crew)
     if checkpoint is None and crew.ranks.is_main:
-        _examine(config, plan, model, display)
+        from agent_r1.doctor.quick import parts_of
+
+        parts = model.tokenizer, model.renderer, model.template, model.network.config
+        _examine(lambda: parts_of(config, plan, *parts), display)
     if checkpoint is not None:
         await trainer.restore(load_state(checkpoint[1], trainer.learner.ranks))
     display.note(rehearse(config, trainer.learner))
     return trainer
 
 
-def _examine(config: RunConfig, plan: Plan, model: Model, display: Display) -> None:
+def _examine(read_parts: Callable[[], Parts], display: Display) -> None:
     """Say what looks wrong. The checks call user code, which must not change what the run draws."""
     from agent_r1.doctor.finding import Level
-    from agent_r1.doctor.quick import parts_of, run_quick
+    from agent_r1.doctor.quick import run_quick
 
     before = rng_state()
-    parts = parts_of(config, plan, model.tokenizer, model.renderer, model.template, model.network.config)
-    for found in run_quick(parts):
+    for found in run_quick(read_parts()):
         if found.level is not Level.GREEN:
             display.note(f"{found.name}: {found.evidence}. {found.fix}")
     restore_rng(before)

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 Name = bytes
 BLOCK_SIZE = 32  # tokens of a sequence that are cached, and evicted, together
-START: Name = b""  # of the empty sequence
+START: Name = b""  # name of the empty sequence
 
 
 def name_after(before: Name, tokens: Sequence[int]) -> Name:

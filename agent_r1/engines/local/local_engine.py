@@ -65,7 +65,7 @@ class LocalEngine(RequestEngine):
     compile_layers: whether to torch.compile the layers; None compiles on a GPU.
     kernels: run as on a GPU, with these kernels; None uses Triton's on a GPU.
     adapters: the only weights that `load_weights` will change; None: it changes all of them.
-    pictures: how a model takes pictures that does; None: the prompts are text only.
+    pictures: how the model takes pictures; None: prompts are text only.
     """
 
     def __init__(  # noqa: PLR0913 (the settings of the engine)
@@ -130,11 +130,11 @@ class LocalEngine(RequestEngine):
         self.startup_seconds = time.perf_counter() - self._started
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Kernels run on the current GPU, which may be the learner's."""
+        """Make the engine's GPU the current one, on which kernels run: it may be the learner's."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _verify(self, *, fuse: bool, compiled: bool, adapters: LowRank | None) -> None:
-        """Fuse and compile the layers, and check that the logits are those of the original model."""
+        """Fuse and compile the layers, and check that the logits equal the original model's."""
         expected = self._on_worker(self._runner.plain_logits)
         # Probes show no pictures, so they could not verify a tower with fused layers.
         fused = fuse_linears(self._runner.decoder) if fuse else []
@@ -221,7 +221,7 @@ class LocalEngine(RequestEngine):
         ]
         for request in broken:
             self._fail_broken(request)
-        if broken:  # the cache may hold what caused it, or what followed
+        if broken:  # the cache may hold the cause, or a consequence
             self._scheduler.forget()
             self._on_worker(self._runner.clear_cache)
         self._report()

@@ -21,7 +21,7 @@ PARTS = ("lora_A", "lora_B")
 class LowRank:
     """The adapters of a model. All start at 0, so the model computes what it did without them."""
 
-    names: Sequence[str]  # of the linear layers that have one
+    names: Sequence[str]  # names of the linear layers with an adapter
     rank: int
     scale: float
 

@@ -71,7 +71,7 @@ class ModelRunner(ABC):
     """Owns the model and its cache."""
 
     overlaps: bool  # `launch` returns before the work is done, and may continue work that is not done yet
-    max_stop_ids: int | None = None  # of a request
+    max_stop_ids: int | None = None  # limit on the stop ids of a request
 
     def __init__(self, model: PreTrainedModel, pictures: PictureFormat | None = None) -> None:
         register()
@@ -141,7 +141,7 @@ class ModelRunner(ABC):
 
         One pair of probes that agrees is enough, since a whole vocabulary does not agree by chance. One that differs is
         not enough to refuse: large models have enormous activations on a few tokens, and in half precision the last bit
-        can decide on which.
+        can decide which tokens these are.
         """
         self.decoder.set_attn_implementation(PAGED)
         name, errors = type(self.model).__name__, list[str]()

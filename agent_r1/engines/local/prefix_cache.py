@@ -18,9 +18,9 @@ from agent_r1.engines.local.request import Request
 class Idle:
     """The cache of a session between requests."""
 
-    tokens: list[int]  # of its last request; the very last one was sampled but not run, so it is not cached
+    tokens: list[int]  # tokens of its last request; the very last one was sampled but not run, so it is not cached
     blocks: list[int]
-    names: list[Name]  # of the full blocks
+    names: list[Name]  # names of the full blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Known:
     """The cached prefix of a request."""
 
     blocks: list[int]
-    kept: int  # how many of these, from the start, are the session's own
+    kept: int  # how many of these blocks, from the start, belong to the session
     cached: int  # tokens in the blocks
-    own: int  # how many of these are in the session's own cache
+    own: int  # how many of these tokens are in the session's own cache
     copied: int  # number of blocks, from the end, that must be copied instead of shared
 
 
@@ -54,7 +54,7 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
     """
     last = len(request.tokens) - 1  # at least one token must run to give logits
     own = min(own_prefix(request, idle), last) if idle is not None else 0
-    # Blocks that a session owns need not be looked up, unless others are to be copied.
+    # Blocks that a session owns need not be looked up, unless other blocks must be copied.
     blocks = [] if idle is None or due is None else idle.blocks[: own // size]
     blocks = blocks + pool.find_prefix(islice(request.names, len(blocks), None))
     shared = len(blocks) * size
@@ -65,7 +65,7 @@ def find_prefix(request: Request, idle: Idle | None, pool: BlockPool, size: int,
     if due and usable % size and blocks[usable // size] in due:
         usable -= usable % size
     cached = max(own, usable)
-    kept = num_blocks(own, size) if own == cached else own // size  # of the session's own blocks
+    kept = num_blocks(own, size) if own == cached else own // size  # how many of the session's own blocks
     held = (idle.blocks[:kept] if idle is not None else []) + blocks[kept : num_blocks(cached, size)]
     # Blocks that will be written, or may not be shared, are copied if other requests use them.
     inside, foreign = cached % size, len(held) - kept

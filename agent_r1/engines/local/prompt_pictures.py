@@ -24,7 +24,7 @@ def shift_of(request: Request) -> int:
 
 
 def positions_of(chunks: Sequence[Chunk], form: PictureFormat) -> NDArray[np.int64]:
-    """[A, N]"""
+    """Return the positions of the chunks' tokens, [A, N]."""
     parts = []
     for chunk in chunks:
         known_AL, sampled = chunk.request.positions_AL, chunk.start

@@ -32,8 +32,8 @@ class Request:
     tokens: list[int]  # the prompt and what has been sampled
     sampling: Sampling
     uniforms: NDArray[np.float64]  # one per token that may be sampled
-    pictures: Mapping[int, Picture] = field(default_factory=dict)  # of the prompt, by their keys
-    positions_AL: NDArray[np.int64] | None = None  # of the prompt's tokens; None: 0, 1, 2 ...
+    pictures: Mapping[int, Picture] = field(default_factory=dict)  # pictures of the prompt, by key
+    positions_AL: NDArray[np.int64] | None = None  # positions of the prompt's tokens; None: 0, 1, 2 ...
     compared: tuple[list[int], int] = ([], 0)  # tokens of its session, and how many of them it begins with
     prompt_length: int = field(init=False)
     kind: SamplingKind = field(init=False)
@@ -43,16 +43,16 @@ class Request:
     cached: int = 0  # leading tokens whose keys and values are in `blocks` once all planned steps have run
     ahead: int = 0  # tokens that are being sampled and not yet in `tokens`
     prefill_end: int = 0  # number of tokens when the request was admitted
-    names: list[Name] = field(default_factory=list)  # of the full blocks
-    whole: Name = START  # of all tokens at admission
+    names: list[Name] = field(default_factory=list)  # names of the full blocks
+    whole: Name = START  # name of all tokens at admission
     published: int = 0  # full blocks that other requests can find
     promised: deque[int] = field(default_factory=deque)  # blocks that others can find, but no step computes yet
     sources: list[int] = field(default_factory=list)  # promised blocks of other requests that it shares
     admissions: int = 0  # tells chunks planned before a preemption from later ones
-    branch: object = None  # the same object on two requests means that all their tokens are equal
-    copies: list[tuple[int, int]] = field(default_factory=list)  # for `Chunk.copies` of the next chunk
-    table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same as int32, cached
-    keep_cache: bool = True  # for the session's next request
+    branch: object = None  # requests with the same object here have equal tokens
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copied before the next chunk: see `Chunk.copies`
+    table: tuple[list[int], bytes] = field(default=([], b""))  # `blocks`, and the same numbers as bytes (int32), cached
+    keep_cache: bool = True  # whether to keep the cache for the session's next request
     running: bool = False
     live: bool = True  # neither completed nor cancelled
 
@@ -79,7 +79,7 @@ class Chunk:
     request: Request
     ids: list[int]  # empty: the one token that the previous step samples last for this request
     start: int  # position of the first token
-    blocks: list[int]  # for the tokens before the chunk, its own, and all but the last that it samples
+    blocks: list[int]  # for earlier tokens, those of the chunk, and all but the last token that it samples
     count: int  # most tokens to sample after the last one; 0 if the chunk does not end the prompt
     drawn: int = 0  # tokens sampled before
     twins: list[Request] = field(default_factory=list)

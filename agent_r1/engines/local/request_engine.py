@@ -60,7 +60,7 @@ class RequestEngine(ABC):
 
     startup_seconds: float
     pictures: PictureFormat | None = None  # how the model takes them; None: it takes text only
-    _max_stop_ids: int | None = None  # of a request
+    _max_stop_ids: int | None = None  # limit on the stop ids of a request
 
     def __init__(self, queue: RequestQueue, *, vocab: int, max_positions: int, seed: int, threads: int | None) -> None:
         self._queue = queue
@@ -72,11 +72,11 @@ class RequestEngine(ABC):
             self._on_worker(lambda: torch.set_num_threads(threads))
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
         self._listeners: dict[Request, OnTokens] = {}
-        self._heard: dict[Request, int] = {}  # tokens that the listener of a request has got
+        self._heard: dict[Request, int] = {}  # how many tokens the listener of a request has got
         self._answers: deque[tuple[Request, Completion]] = deque()  # completed, not yet delivered
         self._driver: asyncio.Task[None] | None = None
         self._version: int | None = 0  # None: `load_weights` has failed
-        self._loading: asyncio.Future[None] | None = None  # done when `load_weights` is
+        self._loading: asyncio.Future[None] | None = None  # resolved when `load_weights` ends
         self._closed = False
         self._started = time.perf_counter()
 
@@ -260,7 +260,7 @@ class RequestEngine(ABC):
 
     def _check(self, prompt: Prompt, sampling: Sampling, known: list[int]) -> bool:
         """Refuse a request that could never be answered, before it affects others. Returns whether it extends the
-        `known` tokens: then only those after them are looked at."""
+        `known` tokens: then only the tokens after these are checked."""
         self._check_open()
         ids, most = prompt.ids, self._max_stop_ids
         if prompt.media and self.pictures is None:
@@ -270,7 +270,7 @@ class RequestEngine(ABC):
             raise DataError("the prompt is empty; a model needs at least one token to continue")
         extends = bool(known) and ids[: len(known)] == known
         new = ids[len(known) :] if extends else ids
-        if prompt.media:  # what their ids must be is checked with their positions
+        if prompt.media:  # their ids are checked together with their positions
             new = [token for token in new if type(token) is not int or token >= 0]
         if new and (set(map(type, new)) != {int} or min(new) < 0 or max(new) >= self._vocab):
             bad = next(token for token in new if type(token) is not int or not 0 <= token < self._vocab)

@@ -49,7 +49,7 @@ def sample(
     """Draw one token per row. Returns tokens, log-probs, and supports for settings with `keep_support`.
 
     The distribution is the softmax after temperature, then top-k, then top-p, renormalised. At temperature 0 the most
-    likely token is taken, and its log-prob is that of the plain softmax. Computed in float64, because inverting a
+    likely token is taken, and its log-prob comes from the plain softmax. Computed in float64, because inverting a
     cumulative sum over 150,000 fp32 terms would misplace rare tokens.
     """
     temperature = [s.temperature for s in settings]

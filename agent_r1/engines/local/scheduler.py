@@ -61,10 +61,10 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._idle: OrderedDict[str, Idle] = OrderedDict()
-        self._live: Counter[str] = Counter()  # requests of each session
+        self._live: Counter[str] = Counter()  # number of live requests of each session
         self._being_computed: dict[Name, Request] = {}
-        self._unplanned: dict[int, int] = {}  # promised blocks, and how many tokens of the sequence they end
-        self._typical = 2.0 * burst  # tokens of recent responses
+        self._unplanned: dict[int, int] = {}  # promised blocks, with the number of tokens up to the end of each
+        self._typical = 2.0 * burst  # typical length of recent responses, in tokens
 
     @property
     def free_blocks(self) -> int:
@@ -284,7 +284,7 @@ class Scheduler:
         # One spare block per running request; otherwise the new one would soon be preempted.
         if not self._make_room(wanted + len(self._running), spared=held):
             self._pool.give_back(held[known.kept :])
-            if idle is not None:  # for the next attempt
+            if idle is not None:  # kept for the next try to admit the request
                 self._idle[request.session] = idle
             if self._running or (not held and idle is None):
                 return False
@@ -321,7 +321,7 @@ class Scheduler:
     def _grow(self, request: Request, length: int) -> bool:
         """Make the request's blocks hold `length` tokens; False if the request was preempted."""
         if not request.running:
-            return False  # by an older request, in this plan
+            return False  # an older request has preempted it while this step was planned
         wanted = self._blocks_for(length) - len(request.blocks)
         if wanted <= 0:
             return True

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 
 SHAPE = {"architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of mean log-probs; those of another model are off by about 1 or more
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # on mean log-probs; another model is off by about 1 or more
 Item = TypeVar("Item")
 
 
@@ -156,8 +156,8 @@ def make_weights(
 
 
 def own_share(items: Sequence[Item], *, per_host: bool) -> list[Item]:
-    """Return this rank's servers: of those that all ranks share, or that the ranks of each host do. Every rank has its
-    own, to which it sends the weights."""
+    """Return this rank's part of the servers, which are divided among all ranks, or among the ranks of each host. A
+    rank sends the weights to its own servers."""
     place = place_of_rank(os.environ)
     if place is None:
         return list(items)

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from agent_r1.engines.vllm.vllm_server import Server
 from agent_r1.errors import ConfigError
 
-PREFIX = f"agent-r1-{socket.gethostname()}-"  # then the process id
+PREFIX = f"agent-r1-{socket.gethostname()}-"  # followed by the process id
 
 
 class SentWeights(ABC):
     """`folder` must be visible to all servers under the same path."""
 
-    are_read_at_start = False  # by servers that are started with `path`
-    are_kept = True  # so that a server which comes back can get them again
-    are_all = True  # not only adapters: a server that sleeps need not keep its own
-    arguments: Sequence[str] = ()  # of the servers that we start
-    variables: Mapping[str, str] = {}  # of their environment
+    are_read_at_start = False  # whether servers read them when they start with `path`
+    are_kept = True  # whether a server that comes back can get them again
+    are_all = True  # False: only adapters, so a sleeping server must keep its weights
+    arguments: Sequence[str] = ()  # arguments of the servers that we start
+    variables: Mapping[str, str] = {}  # environment variables of the servers that we start
 
     def __init__(self, folder: str, *, model: Any, dtype: torch.dtype) -> None:
         self._dtype = dtype

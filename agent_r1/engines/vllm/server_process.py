@@ -67,11 +67,11 @@ class ServerProcess:
     """One vLLM server on this machine. Ends with this process, however that ends."""
 
     python: str
-    arguments: Sequence[str]  # of the server, without host and port
+    arguments: Sequence[str]  # arguments of the server, without host and port
     port: int
     gpus: Sequence[int]  # empty: on the CPU
     log: Path
-    variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, beside ours
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of the server, beside ours
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ from agent_r1.engines.vllm.sent_weights import SentWeights
 from agent_r1.engines.vllm.vllm_server import Server
 from agent_r1.errors import ConfigError, DiskError
 
-SHARD_BYTES = 2**30  # written at a time: bounds the copy on the host
+SHARD_BYTES = 2**30  # bytes written at a time: bounds the copy on the host
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 A session stays on its server, where its cache is. A server that fails is restarted, or awaited if somebody else runs
 it; its requests are repeated on the others meanwhile. A request is seeded, so that repeating it loses nothing.
-`vllm_server.py` speaks to a server, `sent_weights.py` and its neighbours send the weights; this module decides who does
-what when.
+`vllm_server.py` speaks to a server, `sent_weights.py` and its neighbours send the weights; this module coordinates
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agent_r1.errors import ConfigError, RolloutError
 logger = logging.getLogger(__name__)
 
 Score = Callable[[list[int], list[int]], list[float]]  # (prompt, response) -> the learner's log-probs of the response
-MAX_RESTARTS = 2  # of one server within a training step; more often, a restart does not help
+MAX_RESTARTS = 2  # of one server within a training step; after that, restarting does not help
 MAX_STRIKES = 3  # failed health checks in a row
 CHECK_SECONDS = 5.0  # between health checks
 PROBE_TOKENS = 16
@@ -81,7 +81,7 @@ class VLLMEngine:
         self._idle.set()
         self._open.set()
         self._order = asyncio.Lock()  # one `load_weights` at a time
-        self._files = asyncio.Lock()  # the files are complete, and no server reads them
+        self._files = asyncio.Lock()  # held while the files are written, or a server reads them
         self._tasks: set[asyncio.Task[None]] = set()
         self._monitor: asyncio.Task[None] | None = None
         self._reviving: set[Server] = set()
@@ -252,7 +252,7 @@ class VLLMEngine:
                 self._spawn(self._abort(server, calls))
 
     async def _abort(self, server: Server, calls: dict[str, Call]) -> None:
-        """Repeat it until all have ended: a request may still be on its way to the server."""
+        """Abort calls, repeatedly until all have ended: a request may still be on its way to the server."""
         while pending := {name: call for name, call in calls.items() if not call.task.done()}:
             try:
                 await server.abort(self._client, [engine_request_id(name) for name in pending])
@@ -276,7 +276,7 @@ class VLLMEngine:
         if self._asleep:
             self._asleep = False
             if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # what the learner has freed, the servers need again
+                torch.cuda.empty_cache()  # the servers need the memory that the learner has freed
             await self._on_all(lambda server: server.wake(self._client))
 
     async def close(self) -> None:
@@ -293,7 +293,7 @@ class VLLMEngine:
         await asyncio.to_thread(self._clean)
 
     async def _on_all(self, action: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-        """Do something on every server that lives. Those that fail count as lost; the others' errors are raised."""
+        """Call a function on every server that is alive. One that is down now is lost; other errors are raised."""
         servers = [server for server in self._servers if server.alive]
         work = [in_time(action(server), self._start_seconds) for server in servers]
         results = await asyncio.gather(*work, return_exceptions=True)

@@ -22,10 +22,10 @@ from agent_r1.engines.vllm.server_process import NEW, OLD, ServerProcess, read_v
 from agent_r1.errors import ConfigError, DataError, RolloutError
 
 HEALTH_SECONDS = 10.0  # time limit of a health check
-UPDATE_SECONDS = 60.0  # to read weights, sleep or wake; engine.start_seconds if that is longer
+UPDATE_SECONDS = 60.0  # time to read weights, sleep or wake; engine.start_seconds if that is longer
 POLL_SECONDS = 0.5
 LOAD_ADAPTER = "/v1/load_lora_adapter"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank takes
 
 
 class ServerDown(Exception):
@@ -37,11 +37,11 @@ class Wanted:
     """What a server must have been started with."""
 
     max_context_tokens: int
-    top_k: int  # of training, whose kept ids must be returned; 0: none
+    top_k: int  # top_k of training, whose kept ids must be returned; 0: none
     tied: bool  # the model's output head is tied, which must be undone on the server
     vocabulary_size: int
-    lora_rank: int = 0  # of the adapters that are sent; 0: none are
-    shape: Mapping[str, Any] = field(default_factory=dict)  # of the model, by name as in its config.json
+    lora_rank: int = 0  # rank of the adapters that are sent; 0: none are sent
+    shape: Mapping[str, Any] = field(default_factory=dict)  # sizes of the model, by name as in its config.json
 
     def arguments(self, version: tuple[int, int]) -> list[str]:
         """Return the arguments of a server of this version, to start one or to tell the user how."""
@@ -90,8 +90,8 @@ class Server:
     process: ServerProcess | None = None
     version: tuple[int, int] = NEW  # known after `check`
     alive: bool = True
-    adapter: str | None = None  # the one that it samples with
-    sessions: int = 0  # that stay on it, for its cache
+    adapter: str | None = None  # the adapter that it samples with
+    sessions: int = 0  # number of sessions that stay on it, for its cache
     restarts: int = 0
 
     def __str__(self) -> str:
@@ -153,8 +153,8 @@ class Server:
         await self._use_new_weights(client)
 
     async def receive(self, client: httpx.AsyncClient, buckets: AsyncIterable[dict[str, Any]]) -> None:
-        """Replace the weights by those in buckets, each of which it has copied before the next is made. Nothing may
-        run."""
+        """Replace the weights by those in buckets. The server copies each bucket before the next one is made. Nothing
+        may run."""
         await self._post(client, "/pause", params={"mode": "abort"})
         packed = {"packed": True}  # a bucket is one piece of memory; vLLM 0.26 wants to read that with each of them
         start = packed if self.version > OLD else {}

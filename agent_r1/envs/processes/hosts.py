@@ -28,10 +28,10 @@ class HostedEnv:
     latest: Call | None = None
     was_answered: bool = False
     history: list[tuple[Method, bytes, str]] = field(default_factory=list)  # past calls and digests, for a replay
-    has_failed: bool = False  # so its state is unknown and cannot be replayed
-    replays: int = 0  # except those because another episode took down the process
+    has_failed: bool = False  # a call failed, so the state is unknown and cannot be replayed
+    replays: int = 0  # not counting those after another episode took down the process
     grown_bytes: int = 0  # memory that its calls have taken and not given back
-    is_apart: bool = False  # suspected of filling processes: gets its own
+    is_apart: bool = False  # suspected of filling processes, so it gets its own
     schemas: list[dict[str, Any]] = field(default_factory=list)
     fault: EnvFault | None = None  # why it cannot be played any more
     is_closed: bool = False
@@ -48,8 +48,8 @@ class HostedEnv:
 class Call:
     message: Message
     seconds: float  # time limit
-    hosted: HostedEnv | None = None  # None: the start of a process, or a call that was moved to another
-    future: asyncio.Future[Any] | None = None  # None: not awaited
+    hosted: HostedEnv | None = None  # None: the start of a process, or a call that moved to another process
+    future: asyncio.Future[Any] | None = None  # None: nobody awaits the answer
     imports: bool = False  # starts the process, or imports the class in it
 
     @property
@@ -79,9 +79,9 @@ class Host:
     is_retired: bool = False  # takes no new episodes while another process can
     is_apart: bool = False  # hosts one suspect
     imported: set[type[AgentEnv]] = field(default_factory=set)
-    data_bytes: int = 0  # memory of the process, as of its last answer
-    base_bytes: int = 0  # of these, memory taken at the start and by imports
-    was_half_full: bool = False  # before its last answer, episodes had taken more than half of the memory left for them
+    data_bytes: int = 0  # memory of the process at its last answer
+    base_bytes: int = 0  # the part of it taken at the start and by imports
+    was_half_full: bool = False  # episodes had taken more than half of their memory before the last answer
 
     def send(self, call: Call) -> None:
         if not self.calls:
@@ -116,7 +116,7 @@ class Host:
 
     @property
     def load(self) -> tuple[bool, int, int]:
-        """The next episode goes where this is least."""
+        """The next episode goes to the process with the lowest load."""
         return self.is_retired, len(self.hosted), len(self.calls)
 
     @property

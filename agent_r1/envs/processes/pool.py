@@ -1,9 +1,9 @@
 """`EnvPool`: environments that live in worker processes.
 
-A new episode goes to the process with the fewest; a process hosts many and serves their calls one at a time. A process
-that dies or hangs fails the one episode whose call was running. The others are replayed elsewhere if their class sets
-`deterministic = True`, and otherwise fail with `EnvLost`. Processes are started when needed, replaced when they die,
-and end with the pool or with this process, however it ends.
+A new episode goes to the process with the fewest episodes. A process hosts many and serves their calls one at a time. A
+process that dies or hangs fails the one episode whose call was running. The others are replayed elsewhere if their
+class sets `deterministic = True`, and otherwise fail with `EnvLost`. Processes are started when needed, replaced when
+they die, and end with the pool or with this process, however it ends.
 
 The episode that is refused memory is not necessarily the one that leaks. So the episodes of a full process are replayed
 elsewhere, and the one whose calls took the most memory gets its own process: if it fills that one too, it fails.
@@ -51,11 +51,11 @@ from agent_r1.types import Action, Observation, TaskRow, Transition
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-START_SECONDS = 60.0  # to start Python, or to import an env's module, on a busy machine
-MAX_BAD_STARTS = 3  # in a row
-MAX_REPLAYS = 3  # of an episode whose process died between calls, or was filled by it
-MAX_ALIVE = 2  # times `processes`, including retired processes and those with one suspect
-HARD_LIMIT = 2  # times memory_mb: beyond it the system refuses memory
+START_SECONDS = 60.0  # time to start Python, or to import an env's module, on a busy machine
+MAX_BAD_STARTS = 3  # failed starts in a row
+MAX_REPLAYS = 3  # for an episode whose process died between calls or was full
+MAX_ALIVE = 2  # live processes per `processes`, including retired ones and those with one suspect
+HARD_LIMIT = 2  # hard memory limit, in multiples of memory_mb
 
 
 class EnvPool:
@@ -182,8 +182,8 @@ class EnvPool:
         return len(self._hosts) + len(self._ending) >= MAX_ALIVE * self._processes
 
     def _choose_host(self, *, apart: bool) -> Host:
-        """Return the process with the fewest episodes, or start one if all have some and there may be more. `apart`:
-        start one in any case."""
+        """Return the process with the fewest episodes, or start one if all have some and there may be more. With
+        `apart`, always start one."""
         shared = [host for host in self._hosts if not (apart or host.is_apart or host.process.is_dead)]
         least = min(shared, key=lambda host: host.load, default=None)
         if least is not None:
@@ -239,7 +239,7 @@ class EnvPool:
     def _deliver(self, host: Host, call: Call, hosted: HostedEnv, answer: Answer) -> None:
         value, error = self._read(hosted, call.message, answer)
         if answer.out_of_memory and self._memory_mb is not None:
-            # If half of the memory was free, the call itself has asked for too much.
+            # If half of the memory was free, this call alone asked for too much.
             if host.was_half_full and not host.is_apart and self._empty(host, hosted, call):
                 return
             fault = EnvOutOfMemory(
@@ -252,7 +252,7 @@ class EnvPool:
             error = fault
         hosted.was_answered = True
         if error is not None:
-            if hosted.fault is None:  # else it was logged
+            if hosted.fault is None:  # otherwise it was logged already
                 logger.warning("%s of %s failed\n%s", call.message, hosted, answer.traceback or describe(error))
             hosted.has_failed = True
             if isinstance(error, EnvFault):
@@ -286,13 +286,13 @@ class EnvPool:
         leaving = [each for each in host.hosted.values() if each.can_replay]
         heaviest = max(host.hosted.values(), key=lambda each: each.grown_bytes)
         suspect = heaviest if heaviest in leaving else hosted
-        took = f"{heaviest} had taken most, {heaviest.grown_bytes // MIB} MiB"
+        took = f"{heaviest} had taken the most memory, {heaviest.grown_bytes // MIB} MiB"
         reason = f"the process of the env was full ({self._limit}), and {took}"
         logger.warning("%s; %d of %d episodes are replayed elsewhere", reason, len(leaving), len(host.hosted))
         waiting = host.release(leaving)
         waiting[hosted].insert(0, refused)
         if host.hosted:
-            for each in leaving:  # without `hosted`: how this ends does not concern the episode, which is elsewhere
+            for each in leaving:  # without `hosted`: the episode has moved, so a failure must not reach it
                 host.send(Call(message=Close(episode=each.number), seconds=self._step_seconds))
         else:
             self._hosts.remove(host)
@@ -312,8 +312,8 @@ class EnvPool:
             self._timer = self._loop.call_later(seconds, _notify, weakref.WeakMethod(self._look))
 
     def _look(self) -> None:
-        """Find processes that hang, and those that died although something keeps their channel open. A call counts
-        from when those before it were answered."""
+        """Find processes that hang, and those that died although something keeps their channel open. The time of a call
+        starts when all earlier calls have been answered."""
         self._timer = None
         for host in [host for host in self._hosts if host.calls]:
             is_dead = host.process.is_dead  # checked before reading, so that everything a dead process sent has arrived

@@ -25,11 +25,11 @@ from agent_r1.places import anchored
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
-MAX_READS = 16  # of output at a time: a process may print faster than we read
-TAIL_CHARS = 4000  # of the output, shown when the process dies
-TRACE_SECONDS = 0.5  # for a process that hangs to print where
-END_SECONDS = 2.0  # for a process to exit before it is killed
-KILL_SECONDS = 10.0  # for the kernel to end a killed process
+MAX_READS = 16  # reads of output before other events get their turn: a process may print faster than we read
+TAIL_CHARS = 4000  # how much of the output is shown when the process dies
+TRACE_SECONDS = 0.5  # time for a hanging process to print where it hangs
+END_SECONDS = 2.0  # time for a process to exit before it is killed
+KILL_SECONDS = 10.0  # time for the kernel to end a killed process
 
 BOOT = """\
 import json, sys
@@ -188,7 +188,7 @@ _ALL: WeakSet[WorkerProcess] = WeakSet()
 
 
 def _forget_all() -> None:
-    """In a fork of this program, which must not keep the processes alive when this program ends."""
+    """Runs in a fork of this program: the fork must not keep the processes alive when this program ends."""
     for process in _ALL:
         process.close_descriptors()
 
@@ -197,7 +197,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def end_all(processes: Iterable[WorkerProcess]) -> None:
-    """End them together, in the time that one may take."""
+    """End all processes at the same time, within the time limit of one."""
     ending = list(processes)
     for process in ending:
         process.end()
@@ -206,7 +206,7 @@ def end_all(processes: Iterable[WorkerProcess]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Sets have the same order in every process, so that an env can be replayed in another; and one of many processes
-    does not use all cores. Variables that are already set take precedence."""
+    """Return the environment of a process. Sets have the same order in all processes, so that an env can be replayed in
+    another one, and a process does not use all cores. Variables that are already set take precedence."""
     threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"PYTHONHASHSEED": "0", **threads, **os.environ}

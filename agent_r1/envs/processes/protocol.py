@@ -91,11 +91,11 @@ Message = Start | Play | Close
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    number: int  # of the message, counted by the process from 0
+    number: int  # number of the message, counted by the process from 0
     body: bytes  # JSON: value and tool schemas after a Play, the exception after a failure, else null
     failed: bool = False
-    traceback: str = ""  # of a failure, for the log
-    digest: str = ""  # of the observation, if the env can be replayed
+    traceback: str = ""  # traceback of a failure, for the log
+    digest: str = ""  # digest of the observation, if the env can be replayed
     out_of_memory: bool = False  # the failure is that the system refused memory
     resident_bytes: int = 0  # memory of the process now
     data_bytes: int = 0  # memory of the process as its limit counts it

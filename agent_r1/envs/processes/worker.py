@@ -43,7 +43,7 @@ from agent_r1.guard import describe, run_through, runner, trace
 from agent_r1.types import Observation, Transition
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-RESERVE_BYTES = 64 << 20  # beyond the limit of envs, to report that one has used all memory
+RESERVE_BYTES = 64 << 20  # memory beyond the limit of envs, to report that one has used all of it
 
 
 def main(channel: int, lifeline: int) -> None:
@@ -87,8 +87,8 @@ async def _serve(channel: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _Hosted:
-    env: AgentEnv | None = None  # None: could not be created
-    schemas: list[dict[str, Any]] | None = None  # as last sent
+    env: AgentEnv | None = None  # None: the env could not be created
+    schemas: list[dict[str, Any]] | None = None  # the schemas that were sent last
     lost: EnvLost | None = None  # a replay failed
 
 
@@ -175,7 +175,7 @@ def _limit(max_bytes: int | None) -> Callable[[], object]:
     if max_bytes is None:
         return bool
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    with suppress(ValueError):  # an env has set a lower one
+    with suppress(ValueError):  # an env has set a lower limit
         resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, most))
     return partial(resource.setrlimit, resource.RLIMIT_DATA, (most, most))
 

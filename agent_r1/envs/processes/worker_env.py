@@ -26,7 +26,7 @@ class WorkerEnv(AgentEnv):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """As of the last answer; empty before `reset`."""
+        """The schemas in the last answer; empty before `reset`."""
         return self._hosted.schemas
 
     async def reset(self, row: TaskRow) -> Observation:

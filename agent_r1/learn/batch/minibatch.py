@@ -30,19 +30,19 @@ from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
-NOTES = ("ratios", "entropies")  # of a token: new to old probability in the loss; entropy of its distribution
+NOTES = ("ratios", "entropies")  # per token: new to old probability in the loss; entropy of its distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Data about each response token. Selected at a pack's tokens (`at`), R is the pack's T."""
+    """Data about each response token. After `at` has selected the tokens of a pack, R is the pack's T."""
 
     old_logprobs_R: Tensor
     advantages_R: Tensor
     step_sizes_R: Tensor
     trajectory_sizes_R: Tensor
     importance_R: Tensor
-    values_R: Tensor | None = None  # of the critic, before the update
+    values_R: Tensor | None = None  # the critic's values before the update
     targets_R: Tensor | None = None  # the critic's target; NaN where it is not trained
     reference_logprobs_R: Tensor | None = None
     sampler_logprobs_R: Tensor | None = None  # set if the old log-probs are the learner's
@@ -60,7 +60,7 @@ class Columns:
         return self._map(lambda tensor_R: tensor_R.to(device))
 
     def loss_inputs(self, logprobs_T: Tensor, step_ids_T: Tensor, counts: Counts) -> LossInputs:
-        """For columns that were taken at a pack's tokens."""
+        """Return the inputs of the loss of a pack, whose tokens `at` has selected."""
         return LossInputs(
             logprobs_T=logprobs_T,
             old_logprobs_T=self.old_logprobs_R,
@@ -79,12 +79,12 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    share: Share  # of this rank
-    columns: Columns  # of all ranks
-    counts: Counts  # of all ranks
-    num_segments: int  # of all ranks
-    num_targets: int  # tokens at which the critic is trained, of all ranks
-    has_advantages: bool  # some token of some rank has one
+    share: Share  # this rank's
+    columns: Columns  # over all ranks
+    counts: Counts  # over all ranks
+    num_segments: int  # over all ranks
+    num_targets: int  # tokens at which the critic is trained, over all ranks
+    has_advantages: bool  # whether any token of any rank has an advantage
     trajectories: list[Trajectory]
     notes: dict[str, Tensor]  # R: what the last pass computed at each token; NaN where there was none
 
@@ -94,7 +94,7 @@ class MiniBatch:
 
     @property
     def packs(self) -> list[Pack]:
-        """Of this rank."""
+        """The packs of this rank."""
         return self.share.packs
 
     def with_columns(self, **columns: Any) -> MiniBatch:
@@ -161,7 +161,7 @@ def reshuffle(credited: Sequence[CreditedTrajectory], key: str) -> list[int]:
 
 
 def columns_at(columns: Columns, credited: Sequence[CreditedTrajectory], order: Sequence[int]) -> Columns:
-    """Select the columns of the trajectories at these positions from those of all `credited`."""
+    """Select the columns of the trajectories at these positions from the columns of all `credited`."""
     sizes = [item.trajectory.num_response_tokens for item in credited]
     ends = list(accumulate(sizes))
     index = [column for position in order for column in range(ends[position] - sizes[position], ends[position])]

@@ -65,10 +65,10 @@ class Segment:
     trajectory_id: int  # position of the trajectory in the list that was merged
     token_ids: list[int]
     trained: list[int]  # positions in token_ids that the policy sampled; ascending
-    columns: list[int]  # which response token of the list each of them is
-    step_indices: list[int]  # which step of the trajectory each of them belongs to
-    temperatures: list[float | None] = field(default_factory=list)  # they were sampled at; None: not recorded
-    pictures: dict[int, Picture] = field(default_factory=dict)  # that negative ids belong to, by their keys
+    columns: list[int]  # index of each of these tokens among all response tokens of the list
+    step_indices: list[int]  # step of the trajectory that each of these tokens belongs to
+    temperatures: list[float | None] = field(default_factory=list)  # sampling temperatures; None: not recorded
+    pictures: dict[int, Picture] = field(default_factory=dict)  # the pictures behind negative ids, by key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,13 @@ class Pack:
     input_ids_N: Tensor
     position_ids_N: Tensor  # within the segment; [3, N] for a model whose positions have three numbers
     layout: PackLayout  # which rows attend to which
-    lengths: tuple[int, ...]  # of the segments; they sum to N, or to more where rows are shared
-    sources_T: Tensor  # where in N the hidden state sits that predicts the trained token; shared rows occur repeatedly
+    lengths: tuple[int, ...]  # lengths of the segments; they sum to N, or to more where rows are shared
+    sources_T: Tensor  # the row whose hidden state predicts the trained token; shared rows occur repeatedly
     targets_T: Tensor  # the trained token itself
-    columns_T: Tensor  # which column of the mini-batch it is
+    columns_T: Tensor  # the token's column in the mini-batch
     step_ids_T: Tensor  # 0, 1, 2 ... over the steps of this pack
     trajectory_ids_T: Tensor
-    temperature: float | Tensor | None = None  # of all trained tokens, or [T]; None, NaN: not recorded
+    temperature: float | Tensor | None = None  # one for all trained tokens, or [T]; None, NaN: not recorded
     supports: Supports | None = None  # the ids that trained tokens were sampled from; None: the whole vocabulary
     sight: Sight | None = None  # the pictures that rows show; None: all rows are text
 

@@ -23,7 +23,7 @@ from agent_r1.types import ByRole, Step, Trajectory, of_role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supports:
-    """Ragged lists of ids: those of token t are `ids[starts[t] : starts[t + 1]]`."""
+    """Ragged lists of ids: token t has `ids[starts[t] : starts[t + 1]]`."""
 
     starts: NDArray[np.int64]  # one more than there are tokens
     ids: NDArray[np.int32]

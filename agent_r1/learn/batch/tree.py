@@ -42,7 +42,7 @@ BREAK_EVEN = {"cpu": 1.15, "cuda": 1.2}
 
 
 def break_even(prefix_sharing: PrefixSharing, device: torch.device) -> float:
-    """The factor of saved rows from which segments are joined; on devices that were not measured, never."""
+    """Return by what factor rows must shrink for segments to be joined; infinite for devices that were not measured."""
     return {"on": 1.0, "off": math.inf, "auto": BREAK_EVEN.get(device.type, math.inf)}[prefix_sharing]
 
 
@@ -53,7 +53,7 @@ class PackLayout:
     """The layout of a pack's rows, for attention. Opaque to compiled layers."""
 
     query_lengths: tuple[int, ...]  # rows of each run; they sum to N
-    key_lengths: tuple[int, ...]  # rows of its path; they sum to K
+    key_lengths: tuple[int, ...]  # rows of each run's path; they sum to K
     query_starts: Tensor  # cumulative sums from 0, in int32 as kernels expect: one more than there are runs
     key_starts: Tensor
     gather_K: Tensor | None  # the paths; None: every path is its run, so K is N
@@ -101,16 +101,16 @@ class Rows:
 
     token_ids_N: IntArray
     depths_N: IntArray  # the position of a token in every segment that it is part of
-    paths: list[IntArray]  # of each segment, tree by tree: the rows of its tokens
+    paths: list[IntArray]  # rows of the tokens of each segment, tree by tree
     layout: PackLayout
 
 
 def lay_out(trees: Sequence[Sequence[IntArray]]) -> Rows:
     """Trees of segments (token ids) in lexicographic order, one tree after the other."""
-    added: list[IntArray] = []  # of each segment: the tokens that were not there yet
+    added: list[IntArray] = []  # the new tokens of each segment
     depths: list[IntArray] = []
     paths: list[IntArray] = []
-    runs: list[tuple[int, IntArray]] = []  # how many rows, and the path
+    runs: list[tuple[int, IntArray]] = []  # number of rows, and path
     row = 0
     for tree in trees:
         previous, path = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -156,7 +156,7 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
 class Tree:
     """Segments that are laid out together."""
 
-    ranks: list[int]  # which segments, by their place in the lexicographic order; ascending
+    ranks: list[int]  # positions of its segments in the lexicographic order; ascending
     num_rows: int  # an upper bound
 
 
@@ -173,12 +173,12 @@ def grow_trees(segments: Sequence[IntArray], max_rows: int, break_even: float) -
     width = ">u8" if any(len(ids) and ids.min() < 0 for ids in segments) else ">u4"
     order = sorted(range(len(segments)), key=lambda index: (segments[index].astype(width).tobytes(), index))
     done: list[Tree] = []
-    # (depth, trees that share their first `depth` tokens and may still be joined). Depths ascend.
+    # Pairs of a depth and the trees that share their first `depth` tokens and may still be joined. Depths ascend.
     waiting: list[tuple[int, list[Tree]]] = [(0, [])]
     for rank, index in enumerate(order):
         shared = common_prefix(segments[order[rank - 1]], segments[index]) if rank else 0
         if shared > waiting[-1][0]:
-            waiting.append((shared, [waiting[-1][1].pop()]))  # its neighbour came last
+            waiting.append((shared, [waiting[-1][1].pop()]))  # the tree of the previous segment
         done += _close(waiting, shared, max_rows, break_even)
         waiting[-1][1].append(Tree(ranks=[rank], num_rows=len(segments[index])))
     done += _close(waiting, 0, max_rows, break_even) + waiting[0][1]
@@ -186,7 +186,7 @@ def grow_trees(segments: Sequence[IntArray], max_rows: int, break_even: float) -
 
 
 def _close(waiting: list[tuple[int, list[Tree]]], shared: int, max_rows: int, break_even: float) -> list[Tree]:
-    """Join the waiting trees that share more than `shared` tokens, which later ones will not. Returns finished trees.
+    """Join the waiting trees that share more than `shared` tokens; no later tree does. Returns finished trees.
 
     Trees that do not fit together share even less with others, so only the smallest of them keeps waiting.
     """

@@ -1,7 +1,8 @@
 """The critic: the value of the state before each response token, as a linear head on hidden states.
 
-With a backbone of its own it is a second model, trained apart from the policy. Shared, it reads the policy's hidden
-states and its gradient also shapes the policy's body. Knows packs and models; knows no rewards and no advantages.
+With its own backbone it is a second model, trained separately from the policy. If it shares the policy's backbone, it
+reads the policy's hidden states, and its gradient also changes the policy's body. Knows packs and models; knows no
+rewards and no advantages.
 
 With `normalize_returns` the head predicts in units of the targets seen so far: V = mean + std * head. The size of the
 value loss and of the head's weights then does not depend on the unit of the rewards.
@@ -37,7 +38,7 @@ class RunningMoments:
 
     count: int = 0
     mean: float = 0.0
-    squares: float = 0.0  # summed distances from the mean
+    squares: float = 0.0  # sum of squared distances from the mean
 
     def add(self, values_N: Tensor) -> None:
         values_N, before = values_N.double(), self.count
@@ -65,7 +66,7 @@ class Critic:
     value_clip: float | None  # distance from the old value within which a new one may lower the loss; None: no clip
     value_coef: float  # weight of the value loss beside the policy's; matters when the backbone is shared
     warmup_updates: int  # updates in which only the critic is trained
-    schedule: Schedule | None = None  # of its learning rate; None: the learner's
+    schedule: Schedule | None = None  # schedule of the learning rate; None: the learner's
     normalize_returns: bool = False
 
     def __post_init__(self, policy: PolicyModel) -> None:
@@ -109,7 +110,7 @@ class Critic:
             num_targets=num_targets,
             clip=self.value_clip,
         )
-        unit = 1.0 if self.returns is None else self.returns.std  # of the head's output, in returns
+        unit = 1.0 if self.returns is None else self.returns.std  # one unit of the head's output, in units of returns
         error = error / unit**2
         return LossOutput(loss=self.value_coef * error, shares={"value_loss": error.detach()})
 

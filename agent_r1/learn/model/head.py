@@ -34,11 +34,11 @@ OUTSIDE = -1e30  # a scaled logit with probability 0; finite, because 0 times in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSettings:
-    temperature: float | Tensor  # of all tokens, or [T]
-    softcap: float | None  # of the model's own logits, as in Gemma
+    temperature: float | Tensor  # one for all tokens, or [T]
+    softcap: float | None  # the model's own soft cap on logits, as in Gemma
     entropy_gradient: bool
     chunk: int  # tokens whose logits exist at once
-    dtype: torch.dtype  # of the matrix products
+    dtype: torch.dtype  # number format of the matrix products
     compiled: bool  # fuse the operations on a chunk's logits into one kernel
 
 

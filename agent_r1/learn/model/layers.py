@@ -1,4 +1,4 @@
-"""Changes to a transformers model for speed or memory that leave its results the same, and its weights by name."""
+"""Make a transformers model faster or smaller in memory, without changing its results or the names of its weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def require_compiler(device: torch.device) -> None:
 
 
 def untied_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with tied weights once, as live tensors."""
+    """Return the state dict as live tensors; tied weights appear once."""
     once = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

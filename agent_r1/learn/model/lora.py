@@ -26,9 +26,9 @@ class LoRA:
     rank: int
     alpha: float  # scale = alpha / rank
     target_modules: tuple[str, ...] | None  # last parts of module names; None: every linear layer but the output head
-    seed: int  # of A; B starts at 0, so that the adapted model starts as the model itself
+    seed: int  # initialises A; B starts at 0, so that the adapted model starts as the model itself
     share_base: bool = False  # keep the model's number format, in which an engine reads the same tensors
-    merges: bool = True  # into the weights that an engine loads; otherwise it loads the adapters
+    merges: bool = True  # the engine loads weights that contain the adapters; False: it loads the adapters
 
     @property
     def scale(self) -> float:

@@ -67,7 +67,7 @@ def segments(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: Pack
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
-@lru_cache(maxsize=16)  # all layers take the same ones, and autograd keeps those of every layer
+@lru_cache(maxsize=16)  # all layers share a mask; otherwise autograd would keep one per layer
 def _visible(rows: int, past: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """0 where a query may look, -inf elsewhere: not ahead, and fewer than `window` positions back."""
     ends = torch.arange(past - rows, past, device=device)[:, None]

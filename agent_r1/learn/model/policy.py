@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # fp32 kernels that sum in another order differ by about 1e-5; a model computed wrongly differs by far more.
 CHECK_TOLERANCE = 1e-3
 ROUNDING = 1e-5  # factors closer to 1 are 1
-OWN_ATTENTIONS = ("sdpa", "eager")  # of transformers, fastest first
+OWN_ATTENTIONS = ("sdpa", "eager")  # transformers' own, fastest first
 
 
 class PolicyModel:
@@ -64,7 +64,7 @@ class PolicyModel:
         compiled: bool = False,  # compile the layers, and on a GPU the operations on logits
         checkpoint_activations: bool = False,  # keep only the input of each layer, and compute the layer twice
         mlp_chunk_tokens: int | None = None,  # compute MLPs for this many tokens at a time, and twice
-        pictures: PictureFormat | None = None,  # how a model takes them that takes pictures
+        pictures: PictureFormat | None = None,  # how the model takes pictures, if it does
         train_vision: bool = False,  # train the vision tower too
     ) -> None:
         self._eyes = None if pictures is None else Eyes(model, pictures)
@@ -150,7 +150,7 @@ class PolicyModel:
     ) -> tuple[Tensor, Tensor]:
         """`logprobs` from given hidden states. At most `max_logits` logits exist at once; see `head.py`.
 
-        temperature: of steps that do not record theirs.
+        temperature: the one for steps that do not record theirs.
         """
         head = self._head
         settings = HeadSettings(
@@ -332,7 +332,7 @@ class PolicyModel:
         return probe, expected
 
     def _try(self, probe: Pack, expected: Tensor, use_attention: Callable[[], None]) -> str | None:
-        """Say why log-probs are wrong with an attention; None if they are right."""
+        """Return why log-probs are wrong with this attention; None if they are right."""
         try:
             use_attention()
             got = self._logits(self._hidden(probe))

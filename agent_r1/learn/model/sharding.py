@@ -65,7 +65,7 @@ def release(model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The complete tensor; itself if it is not sharded. Collective."""
+    """Return the complete tensor; a tensor that is not sharded is returned unchanged. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

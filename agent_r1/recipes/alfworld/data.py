@@ -37,7 +37,7 @@ from agent_r1.recipes.alfworld.game import TASK_TYPES, Game, read_game
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "alfworld"  # of the data directory
+FOLDER = "alfworld"  # name of the data directory
 FILE = "games.sqlite"
 RELEASED = "game.tw-pddl"
 SOURCE = "https://github.com/alfworld/alfworld/releases/download/0.4.0/json_2.1.2_tw-pddl.zip"

@@ -1,6 +1,6 @@
 """The rules of the ALFWorld text game: effects of commands, answers, admissible commands, and winning.
 
-`World` is the state of one play of a `Game`. For the released games its output equals that of the official engine
+`World` is the state of one play of a `Game`. For the released games its output equals the output of the official engine
 (TextWorld on Fast Downward) word for word, oddities included; `python -m benchmarks.alfworld compare` proves it. The
 oddities all follow from how the official engine reads the PDDL domain and the text grammar:
 
@@ -8,8 +8,8 @@ oddities all follow from how the official engine reads the PDDL domain and the t
 - An object can be examined only while it is held.
 - `look` before the first move shows nothing, although the intro lists everything.
 - An object may be in two receptacles at once, as many files say. After it is taken from one, it is still in the other.
-- "Next to" something lie the objects recorded at that position that were taken from a receptacle there, once for every
-  such receptacle, even if they are in another one by now.
+- "Next to" lists the objects recorded at that position that were taken from a receptacle there, once for every such
+receptacle, even if they are in another one by now.
 - The contents of a bowl or a mug never change.
 - A lamp that has been used stays on.
 """

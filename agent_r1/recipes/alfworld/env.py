@@ -28,7 +28,7 @@ class AlfWorld(TextEnv):
         self._hints = hints
 
     def game(self, row: TaskRow) -> Game:
-        """The location of the games is not part of the row, so it is not an env setting."""
+        """Load the row's game. `extra_info` says where the games are, because that depends on the machine."""
         if "games" not in row.extra_info:
             raise DataError(f"row {row.row_id!r} does not say where its game is: make rows with alfworld's task.rows")
         return load_game(row.extra_info["games"], self._name, self._world_hash)

@@ -37,7 +37,7 @@ UNSEEN = 1e-4  # promise of a receptacle kind in which the object was never foun
 class Wish:
     """A task, parsed from its sentence."""
 
-    kind: str  # of object
+    kind: str  # kind of object
     place: str = ""  # kind of receptacle
     lamp: str = ""
     treatment: str = ""

@@ -42,16 +42,16 @@ class Goal:
 class Game:
     task: str  # "Your task is to: ..."
     goal: Goal
-    names: tuple[str, ...]  # of things, by number
-    types: Mapping[int, str]  # of objects and receptacles: mugtype, sinkbasintype
-    location_of: Mapping[int, int]  # of receptacles, in the order of their numbers
-    receptacles_at: Mapping[int, tuple[int, ...]]  # by location
+    names: tuple[str, ...]  # names of things, by number
+    types: Mapping[int, str]  # types of objects and receptacles: mugtype, sinkbasintype
+    location_of: Mapping[int, int]  # locations of receptacles, in the order of their numbers
+    receptacles_at: Mapping[int, tuple[int, ...]]  # receptacles by location
     abilities: Mapping[str, frozenset[int]]  # openable, pickupable, cleanable, ... -> things
     fits: frozenset[tuple[str, str]]  # (receptacle type, object type): may be put there
     nested: Mapping[int, tuple[int, ...]]  # contents of objects such as bowls; never changes
     routes: Mapping[str, int]  # "go to desk 1" -> receptacle
     start: int  # location
-    contents: Mapping[int, tuple[int, ...]]  # of receptacles, at the start
+    contents: Mapping[int, tuple[int, ...]]  # contents of receptacles at the start
     lying: Mapping[int, frozenset[int]]  # objects by recorded location, at the start
     states: Mapping[int, frozenset[str]]  # states of objects at the start: a potato from the fridge is cool
 

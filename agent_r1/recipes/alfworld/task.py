@@ -57,7 +57,7 @@ def explorer_demos(count: int, seed: int, path: str | None = None) -> list[Demo]
 
 
 def both_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """Return half of each, from different games."""
+    """Return both kinds of demonstrations, half of each, from different games."""
     file = games_file(path)
     mixed = _searched(file, count - count // 2, seed)
     taken = {row.row_id for row, _ in mixed}

@@ -20,10 +20,10 @@ from agent_r1.data.rows import row_from_record
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.types import Message, TaskRow
 
-FOLDER = "geometry3k"  # of the data directory
+FOLDER = "geometry3k"  # name of the data directory
 SOURCE = "https://huggingface.co/datasets/hiyouga/geometry3k/resolve/main/data/{split}-00000-of-00001.parquet"
 SPLITS = ("train", "validation", "test")
-PATTERNS = ("{split}.parquet", "{split}-*.parquet", "data/{split}-*.parquet")  # of a split's files in a folder
+PATTERNS = ("{split}.parquet", "{split}-*.parquet", "data/{split}-*.parquet")  # file names of a split in a folder
 
 INSTRUCTION = (
     "Solve the geometry problem. Think step by step. If something in a picture is too small to read, look closer with "
@@ -76,7 +76,7 @@ def row_of(record: Mapping[str, Any], *, split: str, index: int, place: str, fol
             "images": record.get("images"),
             "reward_model": {"style": "rule", "ground_truth": _answer(record, place)},
             "data_source": FOLDER,  # verl's may name a folder of the machine that converted them
-            "extra_info": {"split": split, "index": index},  # theirs repeats the answer
+            "extra_info": {"split": split, "index": index},  # verl's repeats the answer
         },
         place=place,
         folder=folder,

@@ -63,7 +63,7 @@ def third_angle(rng: random.Random) -> Figure:
     first, second = rng.randint(40, 80), rng.randint(40, 80)
     third = 180 - first - second
     left, right = math.tan(math.radians(first)), math.tan(math.radians(second))
-    top = right / (left + right)  # how far along the base, which is 1 long, the third corner is
+    top = right / (left + right)  # where the third corner is along the base, which has length 1
     corners = ((0.0, 0.0), (1.0, 0.0), (top, -top * left))
     centre = ((1 + top) / 3, -top * left / 3)
     texts = (str(first), str(second), "x")

@@ -20,8 +20,8 @@ from agent_r1.tools.base import FromRow, ToolError, ToolResult, tool
 from agent_r1.types import StopReason, TaskRow, Trajectory
 from agent_r1.vision.pictures import Picture, as_picture, pictures_of
 
-SCALE = 1000  # of the coordinates: the numbers that Qwen3-VL learned to point with
-SMALLEST = 20  # side of a part, on that scale
+SCALE = 1000  # coordinates go from 0 to this, as Qwen3-VL learned to point
+SMALLEST = 20  # smallest side of a part, on that scale
 
 
 @tool

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from agent_r1.vision.pictures import Picture
 
-SIDE = 4  # of the lake, in cells
+SIDE = 4  # side of the lake, in cells
 CELLS = tuple(f"{column}{row}" for row in range(1, SIDE + 1) for column in "abcd")  # row by row, from the top
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 NUM_HOLES = 6

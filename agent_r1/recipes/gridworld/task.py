@@ -28,8 +28,8 @@ from agent_r1.types import Action, Message, Observation, TaskRow, Trajectory, Tr
 from agent_r1.vision.pictures import Picture
 
 SPLITS = ("train", "test")
-BLANK = "blank_"  # before the name of a split: the same rows, and every picture is black
-TEST_SHARE = 0.2  # of all lakes
+BLANK = "blank_"  # prefix of a split's name: the same rows with black pictures
+TEST_SHARE = 0.2  # share of all lakes
 CELL_PIXELS = 16  # one token of the tiny model
 
 TASK = "Cross the ice to the flag. Say left, right, up or down."
@@ -37,8 +37,8 @@ HELP = "Say left, right, up or down."
 WHERE = "where?"  # asks for all that a picture shows
 MOVE = re.compile(rf"\b({'|'.join(MOVES)})\W*$")
 
-CARELESS = 0.6  # share of the moves
-CAPTION_SHARE = 0.6  # of the warm start's examples
+CARELESS = 0.6  # share of careless moves
+CAPTION_SHARE = 0.6  # share of captions among the warm start's examples
 
 
 class FrozenLake(AgentEnv):

@@ -1,7 +1,7 @@
 """Create a vision-language model of 1.6M parameters for a task with pictures in seconds: no hub, no download.
 
-The network is that of `vision_quickstart`; the tokenizer is trained on the text of the task. A cell is one token, and
-so is what is in it; captions and walks share them, so that walks benefit from what captions teach.
+The network is the one of `vision_quickstart`; the tokenizer is trained on the text of the task. The name of a cell is
+one token, and so is its content. Captions and walks share these tokens, so walks benefit from what captions teach.
 """
 
 from __future__ import annotations

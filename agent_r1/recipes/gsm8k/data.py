@@ -16,7 +16,7 @@ from agent_r1.data.files import json_lines, plain_or_gzipped
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 
 NUMBER = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
-FOLDER = "gsm8k"  # under which the data are kept
+FOLDER = "gsm8k"  # name of the data directory
 SOURCE = (
     "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
     "grade_school_math/data/{split}.jsonl"

@@ -31,11 +31,11 @@ from agent_r1.tools.search.lexical import LexicalSettings
 
 _Read = TypeVar("_Read")
 
-FOLDER = "hotpotqa"  # of the data directory
-INDEX = "index"  # beside the questions
+FOLDER = "hotpotqa"  # name of the data directory
+INDEX = "index"  # folder beside the questions
 QUESTIONS, PAGES = Path("multihop_qa"), Path("wiki_passages")
 MIGRES = "https://raw.githubusercontent.com/AdelWang/MIGRES/1de6265c9ca1014054d6ba875738e785830908f8/data"
-LEAD_SECTIONS, NUM_LEAD_SECTIONS = "wikilinks.parquet", 280_000  # at least
+LEAD_SECTIONS, NUM_LEAD_SECTIONS = "wikilinks.parquet", 280_000  # the file, and how many sections it has at least
 LEAD_SECTIONS_URL = (
     "https://codeload.github.com/wenhuchen/WikiTables-WithLinks/tar.gz/dc066e1a6d5281511d8b73a6107d5ad2824cc2b2"
 )
@@ -48,7 +48,7 @@ class Source:
     file: str  # under `QUESTIONS`: JSON lines, gzipped
     urls: Mapping[str, str | None]  # source of the records, with the sha256 of the file; None: a pinned commit
     num_records: int  # minimum; fewer mean that the source has changed or was truncated
-    test_share: float  # of the questions
+    test_share: float  # share of the questions that are held out
 
 
 SOURCES = {
@@ -129,7 +129,8 @@ def passages(folder: Path) -> Iterator[Passage]:
 
 
 def records(name: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """question, answer, type, supporting_facts [[title, sentence]], context [[title, [sentence]]], answer_aliases."""
+    """Yield records: question, answer, type, supporting_facts [[title, sentence]], context [[title, [sentence]]],
+    answer_aliases."""
     path = folder / QUESTIONS / SOURCES[name].file
     if not path.is_file():
         raise DataError(
@@ -214,7 +215,7 @@ def _fetch_questions(directory: Path, report: Report) -> None:
     for name, source in SOURCES.items():
         to = directory / QUESTIONS / source.file
         if to.is_file():
-            report(f"{name}: {to} is there")
+            report(f"{name}: {to} is already there")
             continue
         found = dict[str, dict[str, Any]]()
         for url, digest in source.urls.items():
@@ -233,7 +234,7 @@ def _fetch_pages(directory: Path, report: Report) -> None:
 
     there = sorted((directory / PAGES).glob("*.parquet"))
     if there:
-        report(f"lead sections: {there[0]} is there")
+        report(f"lead sections: {there[0]} is already there")
         return
     to = directory / PAGES / LEAD_SECTIONS
     archive = directory / "fetched" / "WikiTables-WithLinks.tar.gz"

@@ -2,7 +2,7 @@
 
 Train on `reward_f1` or `reward_em`; both report all components:
 em, f1, substring    the answer against the accepted ones (`scores.py`); 0 if the episode was cut off before it answered
-format               1 if the episode ended with one `<answer>...</answer>` alone and no call of it failed
+format               1 if the episode ended with one `<answer>...</answer>` alone and none of its calls failed
 num_searches         searches that were made
 gold_found           the share of the gold pages among all that were shown
 """

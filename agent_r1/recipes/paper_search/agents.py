@@ -22,8 +22,8 @@ from agent_r1.recipes.paper_search.selector import LexicalSelector, subject_word
 from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.search.lexical import STOP_WORDS
 
-MAX_STEPS = 4  # with calls; one more step is for the end
-EXPERT_CALLS = 3  # at once
+MAX_STEPS = 4  # steps with calls; one more step ends the episode
+EXPERT_CALLS = 3  # calls at once
 WINDOWS = (5, 4, 3, 2)  # words of the question that form a query
 PER_SEARCH, PER_EXPAND = 10, 20
 DONE = "done"

@@ -30,7 +30,7 @@ from agent_r1.tools.search.tool import find_index
 
 INDEX, TABLE, WORDS = "index", "papers.parquet", "words.parquet"
 NEIGHBOURS = 50  # passages with similar text that `expand` looks at
-QUERY_WORDS = 60  # of a paper's text that finds similar ones
+QUERY_WORDS = 60  # words of a paper's text with which similar papers are searched
 MAX_CACHED = 20_000  # searches: the attempts of a group repeat each other
 CITED, SIMILAR = "cites or is cited by it", "no citations known: similar text, same authors or venue"
 
@@ -75,7 +75,7 @@ def build_library(
 
 
 def _count_stems(papers: Iterable[Paper]) -> pa.Table:
-    """In how many papers each stem occurs, for those in more than one."""
+    """Count the papers in which each stem occurs, for stems that occur in more than one."""
     split, counts = Words(stem=True), Counter[str]()
     for paper in papers:
         counts.update(set(split(f"{paper.title} {paper.abstract}")))

@@ -3,9 +3,9 @@
 `agent-r1 data recipe paper_search` downloads them from the public repositories, or copies them with `--from DIR`, and
 fills `library/` beside them: the index, the table of papers, and the questions that are trained on.
 
-The papers are those of the Anthology and, after them, the gold papers of SPAR's benchmark, which carries their
-abstracts. Two records with the same title are one paper. AutoScholarQuery names its gold papers by title only, so only
-its questions about papers of the Anthology can be asked.
+The papers come from the Anthology, followed by the gold papers of SPAR's benchmark, which has their abstracts. Two
+records with the same title are one paper. AutoScholarQuery names its gold papers by title only, so only its questions
+about papers of the Anthology can be asked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agent_r1.recipes.paper_search.papers import Paper, title_key
 from agent_r1.recipes.paper_search.queries import Query, training_queries
 from agent_r1.tools.search.dense import DenseSettings
 
-FOLDER = "paper_search"  # of the data directory
+FOLDER = "paper_search"  # name of the data directory
 LIBRARY, QUESTIONS = "library", "questions.jsonl.gz"
 ANTHOLOGY, AUTOSCHOLAR, SPAR = "acl_anthology*.parquet", "AutoScholarQuery_test.jsonl", "spar_bench.jsonl"
 SPLITS = ("train", "valid", "autoscholar", "spar")
@@ -36,7 +36,7 @@ MIN_PAPERS = 100_000  # fewer mean that the source has changed or was cut off
 
 ANTHOLOGY_URL = "https://codeload.github.com/acl-org/acl-anthology/tar.gz/70ba973519718ea45ae34b71ca63ab73f7253ba7"
 SPAR_URL = "https://raw.githubusercontent.com/xiaofengShi/SPAR/d9aaa7704e1e59fe06dd3c43b46ce3549d2cf9f2/benchmark"
-SHA256 = {  # of the uncompressed files
+SHA256 = {  # hashes of the uncompressed files
     AUTOSCHOLAR: "7d8c7f59b289a54912c38cf204d16dbfec14ca35de850b9978b4051ad43a8b36",
     SPAR: "8ee774f428c88701e7a0a42a89b7c0ec7b88f0c1106615dce0c7f0a82f0b7893",
 }

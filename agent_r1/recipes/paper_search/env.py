@@ -18,7 +18,7 @@ from agent_r1.tokens.formats.table import AUTO
 from agent_r1.tools.base import BaseTool, ToolSet, list_tools
 from agent_r1.types import Action, Observation, TaskRow, ToolCallRecord, Transition
 
-MAX_CALLS = 5  # of a response
+MAX_CALLS = 5  # calls of a response
 SHOWN_NEW, SHOWN_EXPANDED, ABSTRACT_CHARS = 8, 4, 160
 MAX_ARGUMENT = 80  # characters of a call's argument that are shown again
 INSTRUCTION = (
@@ -66,8 +66,8 @@ class PaperSearch(ToolEnv):
     async def reset(self, row: TaskRow) -> Observation:
         await super().reset(row)
         self.pool.begin(str(row.prompt[-1]["content"]))
-        self._calls: list[str] = []  # a line for each
-        self._problems: list[str] = []  # of the last step
+        self._calls: list[str] = []  # one line for each call
+        self._problems: list[str] = []  # problems of the last step
         return self._observe()
 
     async def step(self, action: Action) -> Transition:

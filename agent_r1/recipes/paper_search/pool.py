@@ -21,7 +21,7 @@ from agent_r1.tools.base import ToolError, ToolResult
 
 REWARD_TOP = 3  # new papers that a call is paid for
 BAD_CALL = 0.5
-MIN_SCORE = 0.01  # papers below are not kept
+MIN_SCORE = 0.01  # papers with a lower score are not kept
 MAX_QUERY_CHARS = 300
 
 
@@ -29,7 +29,7 @@ MAX_QUERY_CHARS = 300
 class Entry:
     """One paper of the list."""
 
-    number: int  # how the policy calls it
+    number: int  # how the policy refers to the paper
     paper: Paper
     score: float
     expanded: bool = False

@@ -19,7 +19,7 @@ from agent_r1.recipes.paper_search.selector import subject_words
 from agent_r1.tools.search.lexical import STOP_WORDS
 
 NUM_VALID, NUM_TRAIN = 300, 6000
-MIN_TITLES, MAX_TITLES = 2, 8  # that share the phrase of a topic
+MIN_TITLES, MAX_TITLES = 2, 8  # how many titles share the phrase of a topic
 PHRASE_WORDS = (4, 3, 2)  # longer phrases first
 MIN_SUBJECT_WORDS, MAX_CLAIM_WORDS = 5, 12  # a claim is neither vague nor the whole abstract
 EASY, ANSWERABLE = 10, 100  # a search for the question finds all gold papers in the first 100, but not in the first 10
@@ -129,7 +129,7 @@ def _claims(papers: Iterable[Paper]) -> Iterator[Query]:
         title = set(_WORD.findall(paper.title))
         for verb, rest in _CLAIM.findall(paper.abstract):
             words = rest.split()
-            # A name of its own that the title has too would give the paper away.
+            # A name such as BERT, if the title contains it too, would give the paper away.
             named = any(sum(letter.isupper() for letter in word) > 1 and word in title for word in words)
             said = " ".join(words)
             is_clear = len(subject_words(said)) >= MIN_SUBJECT_WORDS and not named and not _OWN & set(words)

@@ -21,8 +21,8 @@ from agent_r1.tools.search.lexical import STOP_WORDS, Words
 
 MAX_BATCH = 64  # papers per forward pass
 MAX_KNOWN = 100_000  # scores that are kept: the attempts of a group find the same papers
-MAX_CHARS = 2000  # of a paper's text that a model reads
-TITLE_SHARE = 0.35  # of the lexical score: weight of a stem's presence in the title
+MAX_CHARS = 2000  # characters of a paper's text that a model reads
+TITLE_SHARE = 0.35  # weight of a stem's presence in the title, in the lexical score
 
 # Words that ask for papers and say nothing about their subject.
 _REQUEST = (

@@ -33,7 +33,7 @@ GRAPH = "/graph/v1"
 FIELDS = "paperId,title,abstract,year,venue,authors"
 BUSY = (408, 429, 500, 502, 503, 504)
 MAX_BODY_BYTES = 8_000_000
-MAX_REPLY_CHARS = 120  # of the service's reply in an error
+MAX_REPLY_CHARS = 120  # how much of the service's reply an error quotes
 MAX_ID_CHARS, MAX_TITLE_CHARS = 200, 1000  # titles appear in prompts; the longest one of the Anthology has 818
 CITED, SIMILAR = "cites or is cited by it", "no citations known: recommended by the service"
 
@@ -54,7 +54,7 @@ class ServicePapers(PaperSource):
         max_wait: float = 30.0,  # give up if the service asks for a longer pause
         requests_per_second: float | None = None,  # None: no limit. the real service allows one per second with a key
         max_connections: int = 16,
-        max_cached: int = 20_000,  # answers
+        max_cached: int = 20_000,  # cached answers
     ) -> None:
         self.url = _check_url(url)
         if not (max_wait >= 0 and max_connections >= 1 and max_cached >= 0) or (
@@ -233,7 +233,7 @@ def _line(value: Any) -> str:
 
 
 def _read_key(variable: str) -> str:
-    """Keys stay out of settings, which are written into the run."""
+    """Read the key from the environment: settings, which are written into the run, must not hold keys."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(f"service.api_key_variable={variable!r}: set that environment variable to the key")

@@ -26,7 +26,7 @@ STARTS = ("Al", "Bren", "Cor", "Dun", "El", "Far", "Gal", "Hol", "Ir", "Jan", "K
 ENDS = ("by", "dale", "ford", "ham", "mere", "wick")
 TASKS = ("parsing", "tagging", "summaries", "dialogue", "translation", "retrieval")
 PEOPLE = ("Ada", "Bo", "Cleo", "Dov", "Elin", "Faro")
-NUM_TRAIN = 48  # of the 72 questions
+NUM_TRAIN = 48  # number of training questions; there are 72 in all
 
 
 @lru_cache(maxsize=1)

@@ -32,8 +32,8 @@ class Search(BaseTool):
         self,
         *,
         library: str | Path | None = None,  # a folder; a relative one is looked up here, then in the data directory
-        url: str | None = None,  # of a service, instead of a library
-        kind: Kind | None = None,  # of search in a library
+        url: str | None = None,  # address of a service, instead of a library
+        kind: Kind | None = None,  # kind of search in a library
         selector: str = "lexical",  # or embedding, cross_encoder
         selector_model: str | None = None,  # a Hugging Face directory or hub id
         per_search: int = 10,

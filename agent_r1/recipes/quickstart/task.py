@@ -35,7 +35,7 @@ LAST_NAMES = (
     "Usher Vale Vance Wells West Yates York Zorn"
 )
 SPLITS = ("train", "test")
-TEST_SHARE = 0.25  # of the people
+TEST_SHARE = 0.25  # share of the people who appear in test questions only
 PEOPLE_PER_ROW = 4  # people in the table; the question is about one or two
 
 ANSWER = re.compile(r"#### (-?\d+)")
@@ -78,7 +78,7 @@ class Puzzle:
     kind: Kind
     table: Mapping[str, int]  # coins by full name
     people: tuple[str, ...]  # people asked about, in the order of the question
-    factor: int  # of a multiple
+    factor: int  # used by multiples
 
     @property
     def question(self) -> str:
@@ -190,7 +190,7 @@ def draw_puzzle(split: str, rng: random.Random) -> Puzzle:
         values = [
             puzzle.answer,
             sum(puzzle.table[name] for name in asked),
-        ]  # the right answer, and the one of adding by mistake
+        ]  # the right answer, and the result of adding by mistake
         # Two-digit numbers only, no minus sign, and never an answer that a single lookup could show.
         if all(10 <= value < 100 for value in values) and puzzle.answer not in coins:
             return puzzle

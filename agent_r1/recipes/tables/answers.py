@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SEPARATOR = "|"  # between the items of an answer
-MAX_CHARS = 2000  # of an answer; longer ones match nothing
-TOLERANCE = 1e-6  # between equal numbers
+MAX_CHARS = 2000  # characters of an answer; longer ones match nothing
+TOLERANCE = 1e-6  # allowed difference between equal numbers
 
 _PLAIN = {"'": "\u2018\u2019\u00b4`", '"': "\u201c\u201d", "-": "\u2010\u2011\u2012\u2013\u2014\u2212"}
-_QUOTES = str.maketrans({char: plain for plain, chars in _PLAIN.items() for char in chars})  # and dashes
-_MARKS = "•♦†‡*#+"  # of footnotes, at the end of a cell
+_QUOTES = str.maketrans({char: plain for plain, chars in _PLAIN.items() for char in chars})  # also maps dashes
+_MARKS = "•♦†‡*#+"  # footnote marks at the end of a cell
 _CITATION = re.compile(r"\[[^\[\]]*\]\Z")
 _NUMBERED_CITATION = re.compile(r"\[\d+\]\Z")
 _DETAILS = re.compile(r" \([^()]*\)\Z")

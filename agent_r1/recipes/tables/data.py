@@ -20,7 +20,7 @@ from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.recipes.tables.table import Table, make_table
 
-FOLDER = "wikitablequestions"  # of the data directory
+FOLDER = "wikitablequestions"  # name of the data directory
 ARCHIVE = "wtq.tar.xz"
 COMMIT = "7d455a5a707b96341ef72aff9428749d443d8aa9"
 URL = f"https://codeload.github.com/ppasupat/WikiTableQuestions/tar.gz/{COMMIT}"

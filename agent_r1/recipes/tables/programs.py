@@ -14,7 +14,7 @@ from agent_r1.recipes.tables.answers import SEPARATOR
 from agent_r1.recipes.tables.sql import Database, QueryError
 from agent_r1.recipes.tables.table import ROW, Cell, Table, show
 
-MAX_ITEMS = 10  # of an answer; more are hardly ever meant
+MAX_ITEMS = 10  # items of an answer; more are hardly ever meant
 
 
 class Kind(StrEnum):
@@ -23,17 +23,17 @@ class Kind(StrEnum):
     VALUES = "values"  # the target of each
     COUNT = "count"
     DISTINCT = "distinct"  # how many different targets
-    SUM = "sum"  # of the target, as the next three
+    SUM = "sum"  # sum of the target; the next three also aggregate the target
     AVERAGE = "average"
     MAX = "max"
     MIN = "min"
     FIRST = "first"  # the target of the row with the smallest `by`
-    LAST = "last"  # with the largest
+    LAST = "last"  # the target of the row with the largest `by`
     COMMON = "common"  # the most frequent target
-    RARE = "rare"  # the least frequent one
+    RARE = "rare"  # the least frequent target
     NEXT = "next"  # the target of the row below the first that fits
     PREVIOUS = "previous"
-    DIFFERENCE = "difference"  # of `by`, between the rows of two conditions
+    DIFFERENCE = "difference"  # difference of `by` between the rows of two conditions
     SAME = "same"  # other targets of rows that have the same `by` as the row that fits
 
 

@@ -41,7 +41,7 @@ FUNCTIONS = frozenset(FUNCTION_NAMES.split())
 MAX_HEAP_BYTES = 256 * 2**20
 LIMITS = {
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 4000,
-    sqlite3.SQLITE_LIMIT_LENGTH: 100_000,  # of one text, so that no function can fill the memory
+    sqlite3.SQLITE_LIMIT_LENGTH: 100_000,  # characters of one text, so that no function can fill the memory
     sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 100,
     sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 20,
     sqlite3.SQLITE_LIMIT_COLUMN: 200,
@@ -52,8 +52,8 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
 STEPS_PER_LOOK = 50  # SQLite instructions between checks of the clock; one of them may take a tenth of a second
-MAX_RESULT_CHARS = 1_000_000  # that are read, because Python's memory for them is beyond the limits above
-FAULTS = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError)  # of a query; ValueError: invalid characters
+MAX_RESULT_CHARS = 1_000_000  # characters that are read, because Python's memory for them is beyond the limits above
+FAULTS = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError)  # errors of a query; ValueError: invalid characters
 ADVICE = {
     "to use function": "this function is not available",
     "not authorized": "only SELECT over the table t is possible",
@@ -153,7 +153,7 @@ def authorize(action: int, first: str | None, second: str | None, database: str 
 
 
 def iso_date(value: Any) -> str | None:
-    """A date as year-month-day, which orders dates; a year alone stays one. Parts that are missing are 00."""
+    """Format as YYYY-MM-DD so that dates sort; missing parts are 00. None if the value is not a date."""
     if isinstance(value, int):
         return f"{value:04d}-00-00"
     text = normalized(str(value or "")[:200])
@@ -190,7 +190,7 @@ class SqlTool(BaseTool):
         )
 
     def for_episode(self, episode: str) -> SqlTool:
-        return copy(self)  # without a database yet
+        return copy(self)  # the copy has no database yet
 
     async def execute(self, args: dict[str, Any], table: Mapping[str, Any]) -> ToolResult:  # type: ignore[override]
         found = await call(self._select, args["query"], table)  # in a thread: it may take a second

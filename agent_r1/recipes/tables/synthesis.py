@@ -24,8 +24,8 @@ from agent_r1.recipes.tables.table import ROW, Cell, Table
 
 MAX_TRIES = 30  # programs that are run for a question
 MAX_TRIES_FOR_NUMBERS = 8  # if the answer is a number: many wrong programs find the right one
-MAX_WORDS = 7  # of a phrase that is looked for in cells
-SECONDS = 0.5  # for a program
+MAX_WORDS = 7  # words of a phrase that is looked for in cells
+SECONDS = 0.5  # time limit of a program
 
 WORD = re.compile(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\w+")
 COMMON = """

@@ -22,11 +22,11 @@ from agent_r1.recipes.tables.answers import normalized, read_date, without_accen
 
 Cell = str | int | float | None
 
-NAME = "t"  # of the table in SQL
+NAME = "t"  # name of the table in SQL
 ROW = "row"  # the column that counts the rows
 MAX_NAME_CHARS = 30
 SHOWN_ROWS = 3
-MAX_CELL_CHARS = 40  # of a cell in a description
+MAX_CELL_CHARS = 40  # characters of a cell in a description
 MAX_DESCRIPTION_CHARS = 1200
 
 _NUMBER = re.compile(r"[-\u2212]?(?:(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,14})(?:\.\d{1,9})?|\.\d{1,9})", re.ASCII)
@@ -55,7 +55,7 @@ class Table:
 
     @cached_property
     def number_columns(self) -> frozenset[str]:
-        """Columns without a text."""
+        """Columns in which no cell is a text."""
         return self._columns_where(lambda cell: not isinstance(cell, str), share=1.0)
 
     @cached_property

@@ -32,9 +32,9 @@ from agent_r1.types import StopReason, TaskRow, Trajectory
 INSTRUCTION = "Query the table, then write the answer as <answer>...</answer>, with | between several items."
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-DECAY = 0.05  # per training step, of the term for tools
-SUCCESS = 0.5  # for a call that succeeds
-TURN_COST = 0.01  # times the square of the number of turns
+DECAY = 0.05  # of the term for tools, per training step
+SUCCESS = 0.5  # reward for a call that succeeds
+TURN_COST = 0.01  # multiplied by the square of the number of turns
 
 
 def rows(split: str, count: int | None = None, path: str | None = None) -> list[TaskRow]:
@@ -56,7 +56,7 @@ def as_row(asked: Asked, table: Table, *, source: str = "wikitablequestions", ro
         prompt=[{"role": "user", "content": f"{table.describe()}\n\n{asked.text}\n{INSTRUCTION}"}],
         row_id=row_id or asked.key,
         reward_model={"style": "rule", "ground_truth": list(asked.answers)},
-        env_kwargs={"tools_kwargs": {"table": table.plain}},  # for whichever tool the preset names
+        env_kwargs={"tools_kwargs": {"table": table.plain}},  # read by the tool that the preset names
         data_source=source,
         extra_info={"question": asked.text, "table": asked.table},
     )
@@ -102,12 +102,12 @@ def demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
 
 
 def dev_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """The same without the questions of the split `dev`, for runs that are evaluated on it."""
+    """Return demonstrations without questions of the split `dev`, for runs that are evaluated on it."""
     return _demos(count, seed, path, python=False, split="dev_train")
 
 
 def python_demos(count: int, seed: int, path: str | None = None) -> list[Demo]:
-    """The same for the sandbox; programs that order dates are left out."""
+    """Return demonstrations for the sandbox, except for programs that order dates."""
     return _demos(count, seed, path, python=True)
 
 

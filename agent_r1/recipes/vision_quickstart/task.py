@@ -36,14 +36,14 @@ from agent_r1.types import TaskRow, Trajectory
 from agent_r1.vision.pictures import Picture
 
 SPLITS = ("train", "test")
-BLANK = "blank_"  # before the name of a split: the same rows, and every picture is black
-SIDE = 3  # of the board, in cells
+BLANK = "blank_"  # prefix of a split's name: the same rows with black pictures
+SIDE = 3  # side of the board, in cells
 CELLS = tuple(f"{column}{row}" for row in "123" for column in "abc")  # row by row, from the top
 CELL_PIXELS, CARD_PIXELS = 16, 32
 HIGHEST = 9  # number on a card; the lowest is 1
 
 WHITE, RED, BLUE = (235, 235, 235), (220, 40, 40), (50, 80, 220)
-DARK = 20  # of the table and of digits, in all three colours
+DARK = 20  # brightness of the table and of digits, in all three colours
 NOISE = 8  # standard deviation of every pixel
 GLYPHS = {  # 3 x 5 dots, row by row
     1: "010110010010111", 2: "111001111100111", 3: "111001111001111", 4: "101101111001001", 5: "111100111001111",
@@ -52,7 +52,7 @@ GLYPHS = {  # 3 x 5 dots, row by row
 DOT_PIXELS = 4
 
 ANSWER = re.compile(r"#### (\d+)$")
-CAPTION_SHARE = 0.6  # of the warm start's examples
+CAPTION_SHARE = 0.6  # share of captions among the warm start's examples
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -87,10 +87,10 @@ SUMS_PER_CAPTION = 4
 class Board:
     """Nine cards; plain values, so that a row can hold them."""
 
-    numbers: Sequence[int]  # by index of the cell
-    red: int  # index of its cell
+    numbers: Sequence[int]  # number of each card, by index of its cell
+    red: int  # index of the red card's cell
     blue: int
-    seed: int  # of the noise and of the exact places in its pictures
+    seed: int  # seed of the noise and of the exact places in its pictures
     blank: bool = False  # show nothing: the ablation
 
     @property

@@ -37,7 +37,7 @@ def knowing_buyer(shop: Shop, goal: Goal) -> list[str] | None:
         return None
     turns = [_click(NEXT)] * (found.index(goal.asin) // PER_PAGE)
     wanted = dict(goal.options)
-    values = [wanted[name] for name in shop.catalogue.products[goal.asin].options if name in wanted]  # as on the page
+    values = [wanted[name] for name in shop.catalogue.products[goal.asin].options if name in wanted]  # in page order
     return [f"search[{query}]", *turns, _click(goal.asin), *map(_click, values), _click(BUY)]
 
 

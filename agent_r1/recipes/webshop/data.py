@@ -24,9 +24,9 @@ from agent_r1.recipes.webshop.goals import Goal, draw_prices, human_goals, synth
 from agent_r1.recipes.webshop.products import Product, read_products
 from agent_r1.types import TaskRow
 
-FOLDER = "webshop"  # under which the data are kept
-FOLDER_KEY = "folder"  # in a row's extra_info
-PACKAGES = ("bm25s", "Stemmer", "rapidfuzz")  # of search and score
+FOLDER = "webshop"  # name of the data directory
+FOLDER_KEY = "folder"  # key in a row's extra_info
+PACKAGES = ("bm25s", "Stemmer", "rapidfuzz")  # packages that search and score need
 ITEMS, DOCUMENTS = "items_shuffle_1000.json", "documents_1k.jsonl"  # the products, in either form
 ATTRIBUTES, HUMAN = "items_ins_v2_1000.json", "items_human_ins.json"
 NUM_GOALS, GOALS_SHA256 = 6910, "b4f63d12959f636907cb474bdbffc724e57316e3cf073cb5ea4183eec6edfc2e"
@@ -48,7 +48,7 @@ _OPENING = Lock()  # read a catalogue once, even if many episodes start at the s
 class Catalogue:
     """All products and goals. Immutable."""
 
-    products: Mapping[str, Product]  # by asin, in the order of the file
+    products: Mapping[str, Product]  # by asin (Amazon's product id), in the order of the file
     prices: Mapping[str, float]  # price charged
     goals: tuple[Goal, ...]  # synthetic goals, in the order of the original
     human: tuple[Goal, ...]

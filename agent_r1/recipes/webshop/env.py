@@ -20,7 +20,7 @@ _LOOK = Look()
 
 class WebShop(TextEnv):
     """`full_pages` shows the whole page after every action, for context policies that hide messages; otherwise, pages
-    that are in the conversation are not repeated. The other settings are those of `Shop` and `Look`."""
+    that are in the conversation are not repeated. The other settings belong to `Shop` and `Look`."""
 
     deterministic: ClassVar[bool] = True
     if_forgotten: ClassVar[Mapping[str, Any]] = MappingProxyType({"full_pages": True})

@@ -21,10 +21,10 @@ LEAST = len(CUT) + 1  # shortest limit that leaves room for the mark
 class Look:
     """Maximum lengths, in characters."""
 
-    title: int = 80  # of a product among others
+    title: int = 80  # title of a product among others
     item_title: int = 200
-    values: int = 400  # of one option
-    text: int = 600  # of a description and the like
+    values: int = 400  # values of one option
+    text: int = 600  # a description and the like
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():

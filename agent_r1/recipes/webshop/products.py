@@ -37,7 +37,7 @@ class Product:
     prices: tuple[float, ...]  # one, or the lowest and the highest
     options: Mapping[str, tuple[str, ...]]  # color -> (black, red), in lower case
     attributes: tuple[str, ...]  # mined from the page's text: machine washable
-    categories: str  # path of departments, joined by an angle
+    categories: str  # departments from the broadest to the narrowest, joined by an angle bracket
     query: str  # the search it was scraped with
     instruction: str | None = None  # first sentence of synthetic goals; None: no goals for this product
     instruction_attributes: tuple[str, ...] = ()
@@ -60,8 +60,8 @@ def read_products(
     human: Mapping[str, list[Mapping[str, Any]]],
     where: str,
 ) -> list[Product]:
-    """Parse all records in order, without duplicates. `attributes` and `human` are by asin: items_ins_v2,
-    items_human_ins."""
+    """Parse all records in order, without duplicates. `attributes` and `human` map asins to the records of items_ins_v2
+    and items_human_ins."""
     found: dict[str, Product] = {}
     for index, record in enumerate(records):
         try:

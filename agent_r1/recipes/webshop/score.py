@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from agent_r1.recipes.webshop.goals import Goal
 from agent_r1.recipes.webshop.products import Product
 
-ALIKE = 85  # a rounded ratio above this, of 100
-SAME_KIND, HARDLY = 0.2, 0.1  # shares of the wanted title's nouns
+ALIKE = 85  # texts whose ratio (0 to 100, rounded) is larger count as alike
+SAME_KIND, HARDLY = 0.2, 0.1  # thresholds for the share of the wanted title's nouns
 _COLOR_WORDS = (  # in matching order
     "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo "
     "caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream "

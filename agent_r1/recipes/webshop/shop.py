@@ -20,8 +20,8 @@ from agent_r1.recipes.webshop.search import ProductSearch
 MAX_RESULTS, PER_PAGE = 50, 10
 BACK, NEXT, PREV, BUY = "back to search", "next >", "< prev", "buy now"
 DETAILS = ("description", "features", "reviews")
-ATTRIBUTES = "attributes"  # a fourth, if the shop shows it
-MAX_WORDS = 1000  # characters of a query, which the trajectory and the search keep
+ATTRIBUTES = "attributes"  # a fourth page of details, if the shop shows it
+MAX_QUERY_CHARS = 1000  # characters of a query, which the trajectory and the search keep
 MAX_QUOTED = 60  # characters of a quoted action in an answer
 
 _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE)
@@ -35,7 +35,7 @@ class Place:
 
     page: Literal["start", "results", "item", "detail", "bought"] = "start"
     query: str = ""
-    number: int = 1  # of the page of results
+    number: int = 1  # number of the page of results
     asin: str = ""
     detail: str = ""
     chosen: tuple[tuple[str, str], ...] = ()  # option and value, in the order of choosing
@@ -64,7 +64,7 @@ class Shop:
         """Return the place an action leads to. Raises `CannotDo` if it is invalid or there is no such button."""
         verb, what = read_action(said)
         if verb == "search":
-            return Place(page="results", query=what)  # from anywhere, as in the original
+            return Place(page="results", query=what)  # allowed from any page, as in the original
         return self._click(place, what)
 
     def found(self, place: Place) -> tuple[Product, ...]:
@@ -133,15 +133,15 @@ class Shop:
 
 
 def read_action(said: str) -> tuple[str, str]:
-    """Parse the last line as `search` or `click` and its argument, cut to `MAX_WORDS` characters. Earlier lines are
-    ignored."""
+    """Return the action in the last line: `search` or `click`, and its argument, of which at most `MAX_QUERY_CHARS`
+    characters are kept. Earlier lines are ignored."""
     last = said.strip().rpartition("\n")[2].strip()
     action = _ACTION.fullmatch(last)
     if action is None or not action[2].strip():
         raise CannotDo("Say search[words] or click[button].")
     if _VERB.search(last, last.index("]")):
         raise CannotDo("One action at a time.")
-    return action[1].lower(), " ".join(action[2].lower().split())[:MAX_WORDS].rstrip()
+    return action[1].lower(), " ".join(action[2].lower().split())[:MAX_QUERY_CHARS].rstrip()
 
 
 def open_shop(folder: Path, *, show_attributes: bool = False) -> Shop:

@@ -15,7 +15,7 @@ from agent_r1.recipes.webshop.task import as_row, buyer_demos, judged, named_goa
 from agent_r1.types import TaskRow, Trajectory
 
 KINDS, MATERIALS, COLORS = ("lamp", "mug", "box", "tray"), ("oak", "tin", "clay"), ("red", "blue", "green")
-NUM_TEST = 8  # of the 36 goals
+NUM_TEST = 8  # number of test goals; there are 36 in all
 
 
 def products() -> list[Product]:

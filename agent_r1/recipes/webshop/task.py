@@ -17,7 +17,7 @@ from agent_r1.types import TaskRow, Trajectory
 
 NUM_TEST = 200  # the first goals in the original order
 MAX_SAID, MAX_TURNS = 8, 1  # limits of a demonstration, in actions and pages turned: more would fill the context
-NOTHING = Score(total=0.0, kind=0.0, attributes=0.0, options=0.0, price=0.0)  # was bought
+NOTHING = Score(total=0.0, kind=0.0, attributes=0.0, options=0.0, price=0.0)  # for an episode without a purchase
 
 Buyer = Callable[[Shop, Goal], list[str] | None]
 

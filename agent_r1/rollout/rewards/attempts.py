@@ -14,7 +14,7 @@ from agent_r1.guard import TimedOut, describe
 
 T = TypeVar("T")
 
-_JITTER = random.Random()  # a stream of its own: waiting must not change what a seeded run samples
+_JITTER = random.Random()  # separate from the global stream: waiting must not change what a seeded run samples
 
 
 class ScoringError(AgentR1Error, RuntimeError):
@@ -26,11 +26,11 @@ class OutOfAttempts(ScoringError):
 
 
 class TransientError(ScoringError):
-    """This attempt failed, the next may not. Scorers raise it to be asked again."""
+    """This attempt failed, but the next may succeed. Scorers raise it to be asked again."""
 
     def __init__(self, message: str, *, wait_seconds: float = 0.0) -> None:
         super().__init__(message)
-        self.wait_seconds = wait_seconds  # at least, before the next attempt
+        self.wait_seconds = wait_seconds  # minimum wait before the next attempt
 
 
 # Not every OSError: a missing model file will be missing again.
@@ -42,7 +42,7 @@ class Attempts:
     """How often and how long to try. Waits are about 1, 2, 4, ... times `backoff_seconds`."""
 
     attempts: int
-    seconds: float  # per attempt
+    seconds: float  # time limit of an attempt
     backoff_seconds: float
 
     def __post_init__(self) -> None:

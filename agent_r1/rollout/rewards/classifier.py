@@ -61,7 +61,7 @@ class ClassifierReward:
         added = self._tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
         self._special = ControlTokens(special)
-        self._lock = Lock()  # between event loops, too
+        self._lock = Lock()  # shared by all event loops
 
     async def score(self, items: Sequence[Item]) -> list[float | Exception]:
         given_up = Event()

@@ -3,10 +3,11 @@
     reward = LLMJudge("http://localhost:8000/v1", model="judge", prompt=judge_prompt("Is the answer right?"))
 
 The policy is trained on what the judge says, so it learns to write what persuades the judge. Unguessable tags keep its
-text from posing as the task, a tool or instructions, but they do not keep a judge from being persuaded. Read what
-scores high, and prefer a rule where one can decide.
+text from posing as the task, a tool or instructions, but they do not keep a judge from being persuaded. Read the
+answers that score high, and prefer a rule wherever a rule can decide.
 
-`task.reward_seconds` limits the whole: leave room for `attempts` times `seconds_per_attempt` and the waits between.
+`task.reward_seconds` limits everything together: leave room for `attempts` times `seconds_per_attempt` and the waits
+between.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from agent_r1.rollout.scoring import MAX_CONCURRENT
 from agent_r1.text import sanitize
 from agent_r1.types import Message, TaskRow, Trajectory
 
-MAX_SHOWN_CHARS = 500  # of a server's text in an error
+MAX_SHOWN_CHARS = 500  # how much of a server's text an error quotes
 
 JudgePrompt = Callable[[TaskRow, Trajectory], list[Message]]
 

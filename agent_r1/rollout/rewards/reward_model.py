@@ -4,7 +4,7 @@
 
 A `BatchScorer` turns finished episodes into numbers, many at a time; `classifier.py` has one. `BatchedReward` makes it
 a reward function: it batches episodes, limits and repeats attempts, and finds the episodes that make a batch fail.
-`task.reward_seconds` limits the whole.
+`task.reward_seconds` limits everything together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BatchedReward:
     scorer: BatchScorer
     _: KW_ONLY
     max_batch: int = 32
-    max_wait_seconds: float = 0.05  # for a batch to fill, after its first episode
+    max_wait_seconds: float = 0.05  # time for a batch to fill, after its first episode
     max_concurrent: int = 1  # batches at the scorer at once; waiting for one does not count as an attempt's time
     attempts: int = 3
     seconds_per_attempt: float = 8.0
@@ -106,7 +106,9 @@ class BatchedReward:
         try:
             running = self.scorer.score(items)
             if not isawaitable(running):
-                raise ScoringError("score is not async; write `async def score`, and asyncio.to_thread for what blocks")
+                raise ScoringError(
+                    "score is not async; write `async def score`, and run blocking code in asyncio.to_thread"
+                )
             return await running
         finally:
             ended.set()

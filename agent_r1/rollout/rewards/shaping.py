@@ -2,7 +2,7 @@
 
     reward = weighted(answer=(exact, 1.0), format=(clean_calls, 0.1))
 
-Every part is a reward function of (row, trajectory), so a judge or a reward model can be a part, and so can the result.
+Every part is a reward function of (row, trajectory), so a judge, a reward model or another weighted sum can be a part.
 The total is trained on; the parts are reported as they were returned, without their weights.
 """
 
@@ -21,9 +21,9 @@ from agent_r1.rollout.rewards.attempts import PerLoop
 from agent_r1.rollout.scoring import SYNC_THREADS, RewardFunction, check_reward_signature, named_components
 from agent_r1.types import TaskRow, Trajectory
 
-Format = Callable[[TaskRow, Trajectory], float]  # in [0, 1]
+Format = Callable[[TaskRow, Trajectory], float]  # returns a number in [0, 1]
 
-_TURNS = PerLoop(lambda: asyncio.Semaphore(SYNC_THREADS))  # of sync parts beside async ones: they share the interpreter
+_TURNS = PerLoop(lambda: asyncio.Semaphore(SYNC_THREADS))  # limits sync parts beside async ones: they share the GIL
 
 
 def weighted(**parts: tuple[RewardFunction, float]) -> RewardFunction:
@@ -154,7 +154,7 @@ async def _call(part: RewardFunction, row: TaskRow, trajectory: Trajectory) -> A
         return await call(part, row, trajectory)
     async with _TURNS.use() as turns, turns:
         [outcome] = await call(lambda: [part(row, trajectory)])  # in a list, so that `call` does not await it
-    return await _resolve(outcome)  # without a turn, which a sync part of this part may need
+    return await _resolve(outcome)  # outside the limit, because a sync part inside this one may wait for it
 
 
 def _read(name: str, outcome: Any) -> dict[str, float]:

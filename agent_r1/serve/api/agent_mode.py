@@ -15,7 +15,7 @@ from typing import Any
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.flows.context import ContextPolicy, ContextView
 from agent_r1.flows.episode import Episode
-from agent_r1.flows.episode import Response as Responded
+from agent_r1.flows.recording import Response as Responded
 from agent_r1.rollout.collect import Collector
 from agent_r1.serve.api.events import Delta, Ended, Event, Events, Finished, Happened, follow
 from agent_r1.serve.api.served_model import Reading, Response, ServedModel
@@ -24,14 +24,14 @@ from agent_r1.wire.api_error import SERVER, ApiError, context_length_exceeded, i
 from agent_r1.wire.chat_answer import Choice, FinishReason, Usage, new_id
 from agent_r1.wire.chat_request import ChatRequest
 
-MAX_EVENT_CHARS = 20_000  # of a result or feedback in an event
+MAX_EVENT_CHARS = 20_000  # characters of a result or feedback in an event
 FINISH: dict[StopReason, FinishReason] = {StopReason.MAX_TOKENS: "length", StopReason.MAX_STEPS: "length"}
 
 Tell = Callable[[Event], None]
 
 
 class AgentMode:
-    """Answers with the flow of a recipe. `rows`: a request is played in the environment of one of them."""
+    """Answers with the flow of a recipe. `rows`: each request is played in the environment of one of these."""
 
     extensions: tuple[str, ...] = ("row",)
 
@@ -70,7 +70,7 @@ class AgentMode:
         yield Ended(usage=usage, extra=end)
 
     def _samplings(self, request: ChatRequest) -> dict[str, Any]:
-        """What the request asks for holds for every role; their token limits stay."""
+        """Apply the request's sampling options to every role. The token limits of roles stay."""
         options, collector = request.sampling, self._collector
         asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in asked.items() if value is not None}
@@ -156,8 +156,8 @@ class WatchedSampler:
     episode: WatchedEpisode
 
     def __init__(self, model: ServedModel, tell: Tell) -> None:
-        self.said = ""  # at all steps
-        self.last = ""  # at the last one
+        self.said = ""  # text of all steps
+        self.last = ""  # text of the last step
         self._model, self._tell = model, tell
 
     async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:

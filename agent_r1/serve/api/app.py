@@ -53,8 +53,8 @@ from agent_r1.wire.chat_request import parse_chat
 from agent_r1.wire.text_completions import TextWriter, parse_text_completion
 
 FILES_RESERVED = 64  # file descriptors kept for the model, the log and the server itself
-SHUTDOWN_SECONDS = 10  # for answers that are being written when the server is stopped
-OPEN_PATHS = ("/", "/health", "/favicon.ico")  # and /static/: nothing secret
+SHUTDOWN_SECONDS = 10  # time for answers that are being written when the server is stopped
+OPEN_PATHS = ("/", "/health", "/favicon.ico")  # as well as /static/: nothing here is secret
 
 
 class Server:
@@ -237,7 +237,7 @@ def make_config(server: Server, *, key: str | None, limits: ServeLimits) -> uvic
             busy_seconds=limits.request_seconds + 2 * limits.read_seconds,
             stall_seconds=limits.stall_seconds,
         ),
-        timeout_keep_alive=math.ceil(limits.idle_seconds) + 1,  # ours comes first
+        timeout_keep_alive=math.ceil(limits.idle_seconds) + 1,  # our own limit applies first
         ws="none",
         log_level="error",  # do not log each invalid request
         access_log=False,

@@ -18,11 +18,11 @@ class ServeLimits:
     max_body_bytes: int = 16_000_000
     max_n: int = 16  # answers to one request
     max_connections: int = 2048  # one more closes the connection that has been idle longest
-    read_seconds: float = 20.0  # for sending the body
+    read_seconds: float = 20.0  # time to send the body
     # For connecting and sending the headers, and between two requests of a connection. Too short a time costs busy
     # clients a request, which they may be sending when the connection closes.
     idle_seconds: float = 90.0
-    request_seconds: float = 600.0  # for the whole answer
+    request_seconds: float = 600.0  # time limit of the whole answer
     stall_seconds: float = 30.0  # a client that reads nothing for so long is disconnected
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Admission:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Hold one of the places. Raises ApiError if all are taken."""
+        """Hold one of the places for a request. Raises ApiError if all are taken."""
         if self.active >= self._max:
             raise overloaded(f"{self.active} requests are being answered, the limit of this server; try again later")
         self.active += 1

@@ -26,7 +26,7 @@ SERVE_SETTINGS = ("eval", "rollout", "engine", "task.test_split", "data.path", "
                   "model.template_kwargs")  # fmt: skip
 MODEL_SETTINGS = (*SERVE_SETTINGS, "model.chat_template", "model.fp32_head", "model.max_pixels", "seed")
 NO_RECIPE = "serve"  # the recipe of a model that comes without a run
-MAX_DEFAULT_CONTEXT = 32_768  # tokens, for such a model
+MAX_DEFAULT_CONTEXT = 32_768  # context of such a model, in tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Chosen:
     """What to serve."""
 
     config: RunConfig
-    model: str  # for `find_model`
+    model: str  # passed to `find_model`
     name: str
     has_recipe: bool
     sets_context: bool  # the context was given, or belongs to the recipe
@@ -89,7 +89,7 @@ def open_server(chosen: Chosen, *, agent: bool, limits: ServeLimits) -> Server:
 
 
 def served_model(config: RunConfig, engine: Engine, renderer: Renderer, *, name: str, has_recipe: bool) -> ServedModel:
-    """Options that a request leaves out are those of evaluation."""
+    """Return the model to serve. Options that a request leaves out are those of evaluation."""
     template = template_format(renderer)
     asked = requested_format(config.task.env_kwargs) if has_recipe else AUTO
     try:

@@ -88,7 +88,7 @@ class ServedModel:
         return prompt
 
     def sampling_for(self, options: SamplingOptions, prompt: Prompt) -> Sampling:
-        """The engine's settings. A limit on tokens beyond the context is the context's."""
+        """Return the engine's settings. A token limit beyond the context is lowered to it."""
         room = self.max_context_tokens - len(prompt.ids)
         given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
         return replace(
@@ -107,7 +107,7 @@ async def sample_with(
         if isinstance(engine, Streamer):
             return await engine.stream(prompt, sampling, session=session, on_tokens=on_tokens)
         completion = await engine.generate(prompt, sampling, session=session)
-    except DataError as error:  # what the engine refuses about this request
+    except DataError as error:  # the engine refuses this request
         raise ApiError(400, str(error)[:500], code="invalid_value") from None
     on_tokens(completion.token_ids, completion.logprobs)
     return completion
@@ -117,8 +117,8 @@ async def sample_with(
 class Reading:
     """How a response is read for the client."""
 
-    stop: Sequence[str] = ()  # texts that end it
-    tools: Tools = ()  # without any, calls are text
+    stop: Sequence[str] = ()  # texts that end the response
+    tools: Tools = ()  # if empty, calls are text
     parallel: bool = True  # False: only the first call counts
     logprobs: bool = False
     raw: bool = False  # everything is text, even thinking
@@ -139,7 +139,7 @@ class Response:
             opened=model.tool_format.prompt_thinks is True and not reading.raw,
             raw=reading.raw,
         )
-        self._ids: list[int] = []  # sampled, up to the stop text
+        self._ids: list[int] = []  # sampled ids, up to the stop text
         self._logprobs: list[float] = []
         self._told = 0  # tokens whose log-probs were reported
 

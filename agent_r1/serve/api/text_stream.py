@@ -18,7 +18,8 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"  # stands for half a character in decoded text
 MARK_STARTS = re.compile(r"[<\[`]")  # every mark of a call or of thinking begins with one of these
 MARK_CHARS = 64  # no mark is longer
-# Tokens decoded again with new ones, because some tokenizers write a token by what precedes it: between these numbers.
+# How many earlier tokens are decoded again with new ones, at least and at most: in some tokenizers, the text of a token
+# depends on the ones before it.
 WINDOW, LONGEST_WINDOW = 8, 32
 
 

@@ -24,7 +24,7 @@ class Ended:
     """How an agent ended."""
 
     result: Any = None  # the return value of a function, or the stdout of a program
-    reward: dict[str, float] | None = None  # by component, if the agent gave one
+    reward: dict[str, float] | None = None  # reward by component, if the agent gave one
     failure: Exception | None = None
 
 

@@ -24,7 +24,7 @@ class AnthropicMessages:
     """`/v1/messages`. Thinking is sent as blocks if the request asks for thinking, and dropped otherwise."""
 
     def __init__(self, *, counts_only: bool = False) -> None:
-        self._counts_only = counts_only  # for count_tokens, which takes fewer fields
+        self._counts_only = counts_only  # True for count_tokens, which takes fewer fields
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         fields = Fields(body)

@@ -9,13 +9,13 @@ MODEL = "policy"  # any name is accepted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """For the client of one episode. The session is in the addresses and is the key: either is enough."""
+    """Settings for the client of one episode. Both the addresses and the key name the session; either is enough."""
 
-    base_url: str  # of OpenAI's API
+    base_url: str  # base URL of OpenAI's API
     anthropic_base_url: str
     api_key: str
     model: str = MODEL
-    row_file: str = ""  # of a command: the row as JSON
+    row_file: str = ""  # a file with the row as JSON, for a command
 
     @property
     def environment(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ from agent_r1.types import TaskRow
 Stdin = Literal["none", "row", "prompt"]
 
 MAX_REWARD_BYTES = 100_000
-SHOWN_CHARS = 500  # of the output, in a failure
+SHOWN_CHARS = 500  # characters of the output in a failure
 DRAIN_SECONDS = 0.01
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
 _ROW_FIELDS = ("extra_info", "env_kwargs")  # {extra_info.level}
@@ -42,8 +42,8 @@ class CommandAgent:
     command: tuple[str, ...]  # arguments with {placeholders}
     recipe: Path
     stdin: Stdin = "none"
-    env: Mapping[str, str] = field(default_factory=dict)  # values with placeholders
-    output_chars: int = 10_000  # kept of stdout, and of stderr
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables; values may have placeholders
+    output_chars: int = 10_000  # characters kept of stdout, and of stderr
 
     def __post_init__(self) -> None:
         nobody = ClientSettings(base_url="", anthropic_base_url="", api_key="")
@@ -204,7 +204,7 @@ async def _run(
             given.write(stdin.encode("utf-8", "replace"))
             given.close()  # when it is written
         await watcher.exited
-        await asyncio.sleep(DRAIN_SECONDS)  # the rest in the pipes
+        await asyncio.sleep(DRAIN_SECONDS)  # time to read what is left in the pipes
     finally:
         with suppress(ProcessLookupError, PermissionError):  # also children that outlived a normal end
             os.killpg(transport.get_pid(), signal.SIGKILL)

@@ -58,15 +58,15 @@ class Node:
     entry: Entry
     parent: Node | None = None
     children: dict[Key, list[Node]] = field(default_factory=dict)
-    exchange: Exchange | None = None  # of an answer that was sampled here
-    number: int = -1  # of that call in the episode
+    exchange: Exchange | None = None  # set for an answer that was sampled here
+    number: int = -1  # number of that answer's call in the episode
 
     @property
     def is_sampled(self) -> bool:
         return self.exchange is not None
 
     def siblings(self) -> list[Node]:
-        """All messages that have followed the same one, including this."""
+        """All messages that follow the same message, including this one."""
         return [] if self.parent is None else [node for same in self.parent.children.values() for node in same]
 
 
@@ -74,8 +74,8 @@ class Node:
 class Known:
     """A client's history, looked up."""
 
-    messages: list[Message]  # to render: as before where they are known
-    end: Node  # of the last message
+    messages: list[Message]  # messages to render; known ones as they were rendered before
+    end: Node  # node of the last message
     kind: Kind
     answers: list[Node]  # our answers at the start of the history, the latest first
     added: list[Entry]  # messages after the latest of them
@@ -120,7 +120,7 @@ class History:
 
     def _classify(self, path: Sequence[Node]) -> Kind:
         sampled = [index for index, node in enumerate(path) if node.is_sampled]
-        since = path[sampled[-1] + 1 :] if sampled else path  # the latest answer of ours
+        since = path[sampled[-1] + 1 :] if sampled else path  # messages after our latest answer
         foreign = [node for node in since if node.entry.message.get("role") == "assistant"]
         if foreign:
             return self._classify_foreign(foreign)
@@ -196,7 +196,7 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _canonical(arguments: Any) -> Any:
-    """Arguments as an object where they are one: blanks and the order of keys do not count."""
+    """Parse arguments that are a JSON object, so that blanks and the order of keys do not count."""
     if isinstance(arguments, str):
         try:
             return json.loads(arguments or "{}")

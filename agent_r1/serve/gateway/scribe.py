@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from agent_r1.flows.episode import Response
+from agent_r1.flows.recording import Response
 from agent_r1.serve.gateway.history import Entry, canonical_key, content_text
 from agent_r1.tokens.formats.base import Event, ParsedCall, ParseFailure, ToolCallFormat
 from agent_r1.tokens.rendering import Renderer
@@ -46,7 +46,7 @@ class Scribe:
 
     renderer: Renderer
     tool_format: ToolCallFormat
-    tool_role: str | None = None  # of messages with results; None: the format's own
+    tool_role: str | None = None  # role of messages with results; None: the format's own
     known_calls: dict[str, tuple[str, str]] = field(default_factory=dict)  # our id -> name, and id in the prompt
 
     # client -> history
@@ -54,7 +54,7 @@ class Scribe:
     def entries(self, messages: Sequence[Message]) -> list[Entry]:
         """The messages in the form that the chat template gets. Formats without a role for results join them."""
         entries: list[Entry] = []
-        names = dict(self.known_calls)  # and calls that only the client knows
+        names = dict(self.known_calls)  # as well as calls that only the client knows
         for is_tool, group in groupby(messages, key=lambda each: each["role"] == "tool"):
             if is_tool:
                 entries += self._result_entries(list(group), names)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
 MAX_BODY_BYTES = 20_000_000
-READ_SECONDS = 60.0  # to send a body
+READ_SECONDS = 60.0  # time to send a body
 STALL_SECONDS = 30.0  # a client that reads nothing for this long is disconnected
 MAX_ENDED = 10_000  # sessions remembered as ended; older ones are unknown
 _PATH = re.compile(r"(?:/s/(?P<session>[\w-]{1,128}))?/v1/(?P<endpoint>[\w/]{1,64})")
@@ -59,7 +59,7 @@ class GatewayServer(Resource):
     """Serves the sessions of one run."""
 
     def __init__(self, *, episode_seconds: float) -> None:
-        self.port = 0  # while it is closed
+        self.port = 0  # 0 while the server is closed
         self._seconds = episode_seconds
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -153,7 +153,8 @@ class GatewayServer(Resource):
         return await _answer(session, DIALECTS[endpoint], endpoint, body, request)
 
     def _find(self, name: str | None, request: Request) -> Session:
-        """The session of the path, or else that of the key. Keys of other sessions are refused, others ignored."""
+        """Find the session by the path, or else by the key. A key of another session is refused; any other key is
+        ignored."""
         key = _api_key(request)
         if name is not None and key != name and (key in self._sessions or key in self._ended):
             raise ApiError(401, "this is the key of another session", code="invalid_api_key")

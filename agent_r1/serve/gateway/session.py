@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from agent_r1.errors import DataError
-from agent_r1.flows.episode import Episode, EpisodeLimit
+from agent_r1.flows.budgets import EpisodeLimit
+from agent_r1.flows.episode import Episode
 from agent_r1.flows.recording import attach_transition
 from agent_r1.serve.gateway.history import Entry, History, Kind, Known, Node, content_text
 from agent_r1.serve.gateway.responses_api import response_id
@@ -51,13 +52,13 @@ class Reply:
 class Turn:
     """A step, and what its client did with the answer."""
 
-    number: int  # of the call in the episode
+    number: int  # number of the call in the episode
     kind: Kind
     events: list[Event]
-    call_ids: tuple[str, ...]  # of the calls among them, as the client knows them
+    call_ids: tuple[str, ...]  # ids of the calls among them, as the client knows them
     answered: float  # when the client got the answer
     results: list[Entry] = field(default_factory=list)  # messages that the first continuing call added
-    seconds: float = 0.0  # until then
+    seconds: float = 0.0  # time from `answered` to that call
 
 
 class Session:
@@ -65,7 +66,7 @@ class Session:
 
     def __init__(self, episode: Episode, scribe: Scribe) -> None:
         self.is_sealed = False
-        self.fault: Exception | None = None  # ours, which fails the episode
+        self.fault: Exception | None = None  # a fault of ours, which fails the episode
         self._episode, self._scribe = episode, scribe
         self._history = History()
         self._replies: dict[str, Reply] = {}
@@ -90,13 +91,13 @@ class Session:
         if reply is not None and not _failed(reply) and (is_retry or (reply.task.done() and not reply.delivered)):
             self.counts["gateway/retries"] += 1
         else:
-            # A task of its own: a client that leaves does not cancel it, since it may come back for the answer.
+            # A separate task: a client that leaves does not cancel it, because it may come back for the answer.
             reply = Reply(task=asyncio.create_task(self._sample(request)))
             self._replies[fingerprint] = reply
         try:
             return await asyncio.shield(reply.task)
         except asyncio.CancelledError:
-            self._check_open()  # by `seal`, while it was being sampled
+            self._check_open()  # `seal` may have cancelled it while it was being sampled
             raise
 
     def count_tokens(self, request: ChatRequest) -> int:
@@ -122,7 +123,7 @@ class Session:
             self.counts["gateway/undelivered"] += reply.task.done() and not _failed(reply) and not reply.delivered
             if not reply.task.done() and reply.task is not asyncio.current_task():
                 reply.task.cancel()
-        if not self._episode.is_closed:  # else an agent has outlived its episode
+        if not self._episode.is_closed:  # otherwise an agent has outlived its episode
             for turn in self._turns.values():
                 self._attach(turn)
 
@@ -170,7 +171,7 @@ class Session:
             call_ids=read.entry.call_ids,
             answered=time.monotonic(),
         )
-        kept = messages[1:] if asked.get("instructed") else messages  # instructions are those of one request
+        kept = messages[1:] if asked.get("instructed") else messages  # instructions apply to one request only
         self._told[response_id(read.said)] = [*kept, said_message(read.said)]
         return read.said
 
@@ -235,7 +236,7 @@ def _failed(reply: Reply) -> bool:
 
 
 def _records(turn: Turn) -> list[ToolCallRecord]:
-    """The calls of a step. Clients may answer them in any order; those that give them other ids keep the order."""
+    """The calls of a step. Clients may answer them in any order; clients that use ids of their own keep the order."""
     results = [entry for entry in turn.results if entry.message.get("role") == "tool"]
     named = {entry.call_ids: entry for entry in results}
     ids = [(each,) for each in turn.call_ids]

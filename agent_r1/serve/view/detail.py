@@ -269,5 +269,5 @@ def _common(before: Sequence[int], after: Sequence[int]) -> int:
 
 
 def _spell(text: str) -> str:
-    """Write bytes that are only a part of a character in hexadecimal: JSON for a browser cannot hold them."""
+    """Write bytes of an incomplete character in hexadecimal: JSON for a browser cannot hold them."""
     return _PARTIAL.sub(lambda found: f"\u2039{ord(found[0]) - 0xDC00:02x}\u203a", text)

@@ -101,7 +101,7 @@ class PythonicFormat(ScannedFormat):
         return events
 
     def _items(self, text: str, start: int) -> list[Span] | None:
-        """The spans of the items of the list whose bracket ends at `start`; None if it is not closed."""
+        """Return the spans of the items in the list whose opening bracket ends at `start`; None if it is not closed."""
         items: list[Span] = []
         depth, begin = 0, start
         for token in self._token.finditer(text, start):

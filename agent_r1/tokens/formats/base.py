@@ -27,22 +27,22 @@ class ParsedCall:
     name: str
     arguments: dict[str, Any]
     span: Span
-    call_id: str = ""  # if the model wrote one
+    call_id: str = ""  # empty if the model wrote none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParseFailure:
     """A call that cannot be read."""
 
-    message: str  # for the model: what is wrong, and how to write a call
+    message: str  # tells the model what is wrong and how to write a call
     span: Span
-    name: str = ""  # if it can be read
-    source: str = ""  # the arguments as written, if they can be found
+    name: str = ""  # empty if it cannot be read
+    source: str = ""  # the arguments as written; empty if they cannot be found
     malformed: bool = True  # False: written correctly, but one call too many or inside thinking
 
 
 Event = ParsedCall | ParseFailure
-Parsed = tuple[str, list[Event]]  # the text for the user (without calls and thinking), and the calls
+Parsed = tuple[str, list[Event]]  # the text for the user (without calls and thinking); the calls and failures
 
 
 class ToolCallFormat(ABC):
@@ -55,7 +55,7 @@ class ToolCallFormat(ABC):
     as_tool_calls: bool = False
     fixed_tool: str | None = None  # the only tool this format can call
     prompt_thinks: bool | None = None  # whether prompts end with an open <think>; None: unknown
-    max_calls: int = MAX_CALLS  # per response: a model that repeats itself must not flood tools, context or parser
+    max_calls: int = MAX_CALLS  # calls read per response, because a model may repeat itself
 
     def parse(self, text: str) -> Parsed:
         """Read a response. Never raises; spans are ordered and do not overlap."""
@@ -164,7 +164,7 @@ class ScannedFormat(ToolCallFormat):
 
     starts: str  # regular expression for the start of a call, or of a stray piece of one
     opening: str = r"(?!)"  # regular expression for calls that count only at the start of the visible text
-    joiner: str = ""  # between the pieces of text around calls
+    joiner: str = ""  # joins the pieces of text around calls
 
     @cached_property
     def _tags(self) -> re.Pattern[str]:
@@ -176,11 +176,11 @@ class ScannedFormat(ToolCallFormat):
 
     @abstractmethod
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
-        """The calls and failures that begin with `start`: at least one, and the first begins there."""
+        """Return the calls and failures that begin at `start`; there is at least one."""
 
     def _parse(self, text: str) -> Parsed:
         events: list[Event] = []
-        early: list[Event] = []  # before a first </think> that was not opened
+        early: list[Event] = []  # events before the first </think> without a <think>
         thoughts: list[Span] = []
         at, at_beginning, may_close = 0, True, self.prompt_thinks is not False
         while len(events) <= self.max_calls:
@@ -208,7 +208,7 @@ class ScannedFormat(ToolCallFormat):
                 at = events[-1].span[1]
         content = remove_spans(text, sorted([*thoughts, *[event.span for event in events]]), self.joiner)
         if not events and self.prompt_thinks is None:
-            # Nothing shows that the prompt opened the thinking: keep calls before a stray tag.
+            # Nothing shows that the prompt opened the thinking, so keep the calls before a stray tag.
             events = [event for event in early if isinstance(event, ParsedCall)]
         return content, events
 
@@ -244,7 +244,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     except json.JSONDecodeError as error:
         near = text[error.pos : error.pos + 20]
         return None, start, f"{error.msg} {f'at {near!r}' if near else 'at the end'}"
-    except (ValueError, RecursionError) as error:  # also numbers of 5,000 digits, and thousands of brackets
+    except (ValueError, RecursionError) as error:  # also raised by numbers of 5,000 digits and thousands of brackets
         return None, start, str(error).split("\n")[0][:100]
     return value, end, ""
 

@@ -33,7 +33,7 @@ _ASK = {"role": "user", "content": "Ping?"}
 class TemplateFormat:
     """How a chat template writes calls."""
 
-    name: str | None  # of a known format
+    name: str | None  # name of a known format
     written: str  # a call as the template writes it; "" if it shows none
     thinks: bool  # prompts end with an open <think>
 

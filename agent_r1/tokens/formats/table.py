@@ -18,10 +18,10 @@ from agent_r1.tokens.formats.retool import RetoolFormat
 from agent_r1.tokens.formats.tagged import HermesFormat, TextValuesFormat
 
 AUTO = "auto"  # the format that the chat template writes
-FALLBACK = "hermes"  # if the template does not show a format
+FALLBACK = "hermes"  # used if the template does not show a format
 
 FORMATS: dict[str, ToolCallFormat] = {
-    "hermes": HermesFormat(),  # and Qwen
+    "hermes": HermesFormat(),  # Qwen's, too
     "qwen3_coder": TextValuesFormat(
         form="<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
         starts=r"</?tool_call>|<function=",
@@ -53,7 +53,7 @@ FORMATS: dict[str, ToolCallFormat] = {
         head="(?!)",
         as_tool_calls=True,
     ),
-    "mistral_v11": HeadedFormat(  # from tokenizer version 11 on
+    "mistral_v11": HeadedFormat(  # tokenizer version 11 and later
         form="[TOOL_CALLS]NAME[ARGS]{...}",
         starts=r"\[TOOL_CALLS\]|\[ARGS\](?=\s*\{)",  # help texts of command lines contain [ARGS], too
         opens=r"\[TOOL_CALLS\]",
@@ -102,7 +102,7 @@ def register_format(name: str, tool_format: ToolCallFormat) -> None:
     if not isinstance(tool_format, ToolCallFormat):
         raise ConfigError(f"register_format({name!r}, ...) needs a ToolCallFormat instance, got {tool_format!r}")
     known = FORMATS.get(name, tool_format)
-    if known.form != tool_format.form:  # the same format may come again, from a module that is imported twice
+    if known.form != tool_format.form:  # a module that is imported twice registers the same format again
         raise ConfigError(f"the tool-call format {name!r} is taken by {known.form!r}: choose another name")
     FORMATS[name] = tool_format
 

@@ -80,7 +80,7 @@ class TextValuesFormat(TaggedFormat):
     tags: str
     write: str
     write_pair: str
-    strip_newlines: bool = False  # one before and one after each value
+    strip_newlines: bool = False  # remove one line break before and one after each value
 
     def _read_body(self, text: str, start: int) -> tuple[Event | None, int, str]:
         name = re.compile(self.name).match(text, start)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
     from mcp.types import Tool as RemoteTool
 
-CHECK_SECONDS = 5.0  # for a server to prove that it still answers
+CHECK_SECONDS = 5.0  # time for a server to prove that it still answers
 CLOSE_SECONDS = 8.0  # the SDK asks a process to exit, terminates it, then kills it
-STDERR_CHARS = 2000  # of a server's last output, quoted in errors
-MAX_PAGES = 100  # of a list of tools
+STDERR_CHARS = 2000  # how much of a server's last output errors quote
+MAX_PAGES = 100  # pages of one list of tools
 
 
 class ServerError(Exception):
@@ -73,7 +73,7 @@ class Connection:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.calls = 0  # in progress
+        self.calls = 0  # calls in progress
         self._in_doubt = False  # a call failed or timed out, so the server may be gone
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -147,7 +147,7 @@ class Connection:
         self._stop.set()
         if self._task is None:
             return
-        if not self._task.done():  # else it may have ended with another event loop
+        if not self._task.done():  # otherwise it may have ended with another event loop
             await asyncio.wait({self._task}, timeout=CLOSE_SECONDS if self._ready.done() else 0)
         if not self._task.done():
             self._task.cancel()

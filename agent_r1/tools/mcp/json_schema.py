@@ -33,7 +33,7 @@ class SchemaArguments:
         schema = _with_null(schema)
         self.tool = tool
         self.parameters: dict[str, Any] = {"properties": {}, **inlined(tool, schema)}
-        self.defaults: dict[str, Any] = {}  # the server's business
+        self.defaults: dict[str, Any] = {}  # empty: the server fills in its own defaults
         kind = validator_for(schema, default=Draft202012Validator)
         try:
             kind.check_schema(schema)
@@ -91,7 +91,7 @@ def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_mapping(schema: Any) -> Any:
-    """`true` is the schema of anything, `false` that of nothing."""
+    """Replace the schema `true`, which accepts anything, and `false`, which accepts nothing, by a mapping."""
     return {True: {}, False: {"not": {}}}[schema] if isinstance(schema, bool) else schema
 
 

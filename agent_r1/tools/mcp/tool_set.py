@@ -47,16 +47,16 @@ class MCPTools(ToolSet):
         self,
         *,
         command: str | Sequence[str] | None = None,  # starts a server that talks over stdin and stdout
-        url: str | None = None,  # of a running server (streamable HTTP), instead of a command
-        env: Mapping[str, str] | None = None,  # for the command, beside PATH, HOME and the like; $NAME is replaced
-        cwd: str | Path | None = None,  # of the command; in a recipe: relative to its folder, which is the default
-        headers: Mapping[str, str] | None = None,  # of requests to the url; $NAME is replaced
+        url: str | None = None,  # URL of a running server (streamable HTTP), instead of a command
+        env: Mapping[str, str] | None = None,  # environment of the command, beside PATH, HOME etc.; $NAME is replaced
+        cwd: str | Path | None = None,  # working directory of the command; in YAML: relative to the recipe's folder
+        headers: Mapping[str, str] | None = None,  # headers of requests to the url; $NAME is replaced
         only: Sequence[str] | None = None,  # names of tools; None: all
         prefix: str = "",  # put before the name of each tool
         sessions: Sessions = "run",  # episode: each episode has its own connection, so servers may keep its state
-        connections: int = 1,  # that the episodes of a run share; calls go to the one with the fewest in progress
-        timeout: float = 30.0,  # seconds per call
-        start_seconds: float = 60.0,  # for a server to start
+        connections: int = 1,  # shared by the episodes of a run; calls go to the one with the fewest in progress
+        timeout: float = 30.0,  # time limit of a call
+        start_seconds: float = 60.0,  # time for a server to start
         parallel: bool = False,  # calls of one response may overlap
     ) -> None:
         given: dict[str, Any] = {"command": command, "url": url, "env": env, "cwd": cwd, "headers": headers}
@@ -82,7 +82,7 @@ class MCPTools(ToolSet):
         self.timeout, self.parallel = timeout, parallel
         self._only, self._prefix = only, prefix
         self._per_episode, self._shared = sessions == "episode", connections
-        self._connections: dict[str, Connection] = {}  # by episode, or by number
+        self._connections: dict[str, Connection] = {}  # by episode, or by the number of a shared connection
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._closing: set[asyncio.Task[None]] = set()
         self._failure: tuple[float, ServerError] | None = None  # the last failed attempt to connect, and when
@@ -153,7 +153,7 @@ class MCPTools(ToolSet):
             raise RolloutError(str(error)) from error
 
     async def close(self) -> None:
-        """End all connections, those of episodes too."""
+        """End all connections, including those of episodes."""
         for key in list(self._connections):
             self._retire(key)
         if self._closing:

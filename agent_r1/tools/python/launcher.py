@@ -24,7 +24,7 @@ from agent_r1.tools.python.process import SandboxProcess
 from agent_r1.tools.python.view import PACKAGES, WARM_UP, find_interpreter, make_view, module_names
 
 FOLDER = Path(__file__).parent
-START_SECONDS = 60.0  # to start Python and import the libraries, on a busy machine
+START_SECONDS = 60.0  # time to start Python and import the libraries, on a busy machine
 END_SECONDS = 10.0
 
 # Import our modules by their full names, but not the packages around them, which load far more than a zygote needs:
@@ -118,7 +118,7 @@ class _Zygote:
                 start_new_session=True,
             )
         finally:
-            control_inside.close()  # or the end of the zygote would go unnoticed
+            control_inside.close()  # otherwise the end of the zygote would go unnoticed
             os.close(proc)
         try:
             self._control.settimeout(START_SECONDS)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from agent_r1.errors import AgentR1Error, ConfigError
 
-MAX_LIMIT = 1 << 20  # of anything: 12 days, a terabyte. The kernel cannot wait for 25 days in milliseconds
+MAX_LIMIT = 1 << 20  # upper bound of every limit (12 days, a terabyte): 25 days in milliseconds overflow in the kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Limits:
     memory_mb: int = 512  # per process, beyond the loaded libraries
     processes: int = 8  # processes and threads together
     file_mb: int = 16  # per file
-    scratch_mb: int = 64  # for /tmp, which is held in memory
+    scratch_mb: int = 64  # size of /tmp, which is held in memory
     open_files: int = 64
     output_chars: int = 8000
     code_chars: int = 100_000
@@ -48,7 +48,7 @@ class KilledBy(StrEnum):
 class Outcome:
     """The result of running a piece of code."""
 
-    stdout: str  # and stderr, interleaved as written
+    stdout: str  # stdout and stderr, interleaved as written
     error: str | None = None  # the end of a traceback, or the limit that was exceeded
     seconds: float = 0.0
     killed_by: KilledBy | None = None

@@ -20,8 +20,8 @@ from agent_r1.tools.python.inside.interpreter import HEADER
 from agent_r1.tools.python.inside.zygote import ENDED
 from agent_r1.tools.python.limits import KilledBy, Limits, Outcome, SandboxError
 
-FORK_SECONDS = 20.0  # to fork and confine a process
-END_SECONDS = 10.0  # from killing a process until the zygote has seen it end
+FORK_SECONDS = 20.0  # time to fork and confine a process
+END_SECONDS = 10.0  # time from killing a process until the zygote has seen it end
 MAX_REPORT_BYTES = 64 * 1024
 
 
@@ -31,8 +31,8 @@ class SandboxProcess:
     def __init__(
         self, *, channel: socket.socket, status: socket.socket, output: int, limits: Limits, cpu_seconds: int
     ) -> None:
-        self._channel = channel  # to the process: code there, reports back
-        self._status = status  # to the zygote: a handle on the process, and later how it ended
+        self._channel = channel  # to the process: carries code in and reports out
+        self._status = status  # to the zygote: sends a handle on the process, and later how it ended
         self._output = output  # what the process prints
         self._limits, self._cpu_seconds = limits, cpu_seconds
         self._handle = -1  # a pidfd: unlike a pid, it never refers to another process

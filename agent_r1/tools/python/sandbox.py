@@ -93,7 +93,7 @@ class Sandbox:
         )
 
     async def run(self, code: str, *, session: str | None = None) -> Outcome:
-        """Run `code` in a new process, or in that of `session`, which keeps its variables until `release`.
+        """Run `code` in a new process, or in the process of `session`, which keeps its variables until `release`.
 
         Raises SandboxError if the sandbox itself fails. Cancelling the call kills the process.
         """

@@ -27,9 +27,9 @@ BUSY = (408, 429, 502, 503, 504)  # all other statuses are final
 SECONDS_PER_ATTEMPT = 25.0  # a busy server refuses earlier than this
 RETRY_SECONDS = 120.0  # enough for a server to restart and load its index
 HEALTH_SECONDS = 5.0  # a server answers at once, even while it is searching
-MAX_REPLY_CHARS = 300  # of a server's reply in an error
+MAX_REPLY_CHARS = 300  # how much of a server's reply an error quotes
 
-_JITTER = random.Random()  # a separate stream: waiting must not change what a seeded run samples
+_JITTER = random.Random()  # separate from the global stream: waiting must not change what a seeded run samples
 
 
 class SearchError(AgentR1Error, RuntimeError):

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Vectors = NDArray[np.float32]
 
-PROBE = "The river that flows past the town is crossed by two bridges."  # its vector identifies the encoder
-PROBE_COSINE = 0.99  # number formats and devices change vectors by less, other weights by far more
+PROBE = "The river that flows past the town is crossed by two bridges."  # the vector of this text identifies an encoder
+PROBE_COSINE = 0.99  # number formats and devices change vectors less, other weights far more
 BGE_QUERY = "Represent this sentence for searching relevant passages: "
 BLOCK_ROWS = 65_536  # vectors compared at once on a CPU
 CELLS_READ = 1 / 32  # share of the cells that an `ivf` search reads

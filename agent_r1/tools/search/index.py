@@ -28,7 +28,7 @@ from agent_r1.tools.search.dense import DenseRanker, DenseSettings
 from agent_r1.tools.search.lexical import LexicalRanker, LexicalSettings, Ranking
 from agent_r1.tools.search.progress import Report
 
-FORMAT = 1  # of the folder; indexes of other formats must be rebuilt
+FORMAT = 1  # format of the folder; indexes of other formats must be rebuilt
 MANIFEST = "manifest.json"
 PASSAGES = "passages.arrow"
 
@@ -36,8 +36,8 @@ Kind = Literal["lexical", "dense", "hybrid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 RANKERS: tuple[Kind, ...] = ("lexical", "dense")  # what an index can contain
 
-RANK_OFFSET = 60  # of reciprocal rank fusion, as in the paper
-FUSION_DEPTH = 100  # how far each ranking is read; passages below this in both hardly matter
+RANK_OFFSET = 60  # the constant of reciprocal rank fusion, as in the paper
+FUSION_DEPTH = 100  # ranks read of each ranking; passages further down in both hardly matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Manifest:
     """What a folder contains."""
 
     num_passages: int
-    corpus_sha256: str  # of titles and texts, in order
+    corpus_sha256: str  # hash of titles and texts, in order
     lexical: LexicalSettings | None
     dense: DenseSettings | None
     files: dict[str, int] = field(default_factory=dict)  # size in bytes of every other file
@@ -117,7 +117,7 @@ class Index:
         place = Path(directory).expanduser()
         if place.exists() and not (place / MANIFEST).is_file() and (not place.is_dir() or any(place.iterdir())):
             raise ConfigError(f"{place} exists and is not a search index; choose another folder, or remove it")
-        # On its way, in folders that `disk.remove_leftovers` knows.
+        # Temporary folders, with names that `disk.remove_leftovers` recognises.
         new, old = (place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part") for _ in range(2))
         with write_atomically(new) as work:
             work.mkdir()
@@ -131,7 +131,7 @@ class Index:
                 num_passages=len(corpus), corpus_sha256=digest, lexical=lexical, dense=dense, files=_file_sizes(work)
             )
             (work / MANIFEST).write_bytes(TypeAdapter(Manifest).dump_json(manifest, indent=1))
-        if place.exists():  # not before the new index has reached the disk: that takes long, and may fail
+        if place.exists():  # only now that the new index is on disk: writing it takes long, and may fail
             place.rename(old)  # processes that have it open keep its files until they close them
         new.rename(place)
         shutil.rmtree(old, ignore_errors=True)

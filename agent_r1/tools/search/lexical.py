@@ -38,9 +38,9 @@ Ranking = list[tuple[int, float]]  # (place in the corpus, score), best first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LexicalSettings:
-    k1: float = 1.2  # as in Lucene, like b
+    k1: float = 1.2  # k1 and b as in Lucene
     b: float = 0.75
-    title_weight: int = 3  # how often a word of the title counts: a search for a name should find its page
+    title_weight: int = 3  # weight of a word in the title: a search for a name should find its page
     stem: bool = True  # needs PyStemmer
 
 

@@ -35,7 +35,7 @@ NOTHING_FOUND = "Nothing found. Try other words."
 class SearchTool(BatchTool):
     """Searches an index on this machine or a search server. Calls of many episodes are answered together."""
 
-    timeout = 240.0  # for an index on this machine; with a server, see `__init__`
+    timeout = 240.0  # with an index on this machine; `__init__` sets it for a server
     name = "search"
     description = "Find passages about something."
     parameters = {  # noqa: RUF012 (as in BaseTool)
@@ -48,10 +48,10 @@ class SearchTool(BatchTool):
         self,
         *,
         index: str | Path | None = None,  # a folder; a relative one is looked up here, then in the data directory
-        url: str | None = None,  # of a search server, instead of an index; it must be running now
+        url: str | None = None,  # address of a search server, instead of an index; it must be running now
         kind: Kind | None = None,  # None: hybrid if the index has both rankers, else the one it has
         top_k: int = 3,
-        max_chars: int = 450,  # per passage, without its title: about 75 words
+        max_chars: int = 450,  # characters shown per passage, without its title: about 75 words
         retry_seconds: float | None = None,  # how long to retry a failing server; None: RETRY_SECONDS
     ) -> None:
         if (index is None) == (url is None):

@@ -34,7 +34,7 @@ class Health(BaseModel):
     corpus_sha256: str
     kinds: list[Kind]  # the ways its index can be searched
     waiting: int  # queries that are waiting at this moment
-    max_queries: int  # per request
+    max_queries: int  # limit per request
     max_top_k: int
 
 

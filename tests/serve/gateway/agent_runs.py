@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.scripted import Script, ScriptedEngine
-from agent_r1.flows.episode import Limits
+from agent_r1.flows.budgets import Limits
 from agent_r1.resources import opened
 from agent_r1.rollout.collect import Collector
 from agent_r1.serve.gateway.agents import Agent, FunctionAgent

@@ -107,6 +107,6 @@ def prepare() -> None:
         return start("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)  # one device, named twice
 
     torch.distributed.init_process_group = init_process_group
-    # verl keeps a reference model in host memory, pinned. Here that is where it is, and nothing can be pinned.
+    # verl moves a reference model to pinned host memory. Here it is in host memory anyway, and nothing can be pinned.
     unpinned: Any = lambda pin_memory=True: OffloadPolicy()  # noqa: E731
     setattr(torch.distributed.fsdp, "CPUOffloadPolicy", unpinned)  # noqa: B010 (mypy takes the name for a type)

@@ -26,7 +26,7 @@ Metrics = dict[str, float]
 SUM, MAX, SHARE = "sum/", "max/", "share/"  # how the driver joins a metric: see `Tally`
 COUNTS = ("tokens", "steps", "trajectories")
 POLICY_COLUMNS = ("old_logprobs_R", "advantages_R", "step_sizes_R", "trajectory_sizes_R", "importance_R")
-POLICY_EXTRAS = ("reference_logprobs_R", "sampler_logprobs_R")  # if the run has them
+POLICY_EXTRAS = ("reference_logprobs_R", "sampler_logprobs_R")  # sent if the run has them
 VALUE_COLUMNS = ("values_R", "targets_R")
 
 

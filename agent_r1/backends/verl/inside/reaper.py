@@ -21,12 +21,12 @@ LIMIT_SECONDS = 60.0
 
 
 class Reaper:
-    """The driver's end. It begins when this object is released or the driver is gone."""
+    """The driver's side. The other process starts to end Ray's once this object is released or the driver is gone."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self.mark = os.urandom(16).hex()  # set in the environment of the processes that it has to end
         words = [sys.executable, "-S", "-E", str(Path(__file__).resolve()), self.mark, str(grace_seconds)]
-        # A session of its own: the signals of a terminal are not for it.
+        # A session of its own, so that signals of a terminal do not reach it.
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
     def release(self) -> None:

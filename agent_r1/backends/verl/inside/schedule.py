@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_RATES: dict[str, float] = {}  # of this process: policy and critic may share one
+_RATES: dict[str, float] = {}  # rates in this process: policy and critic may share one
 
 
 def set_rate(role: str, rate: float) -> None:

@@ -66,7 +66,7 @@ class Server:
     async def update_weights(
         self, named: list[tuple[str, Any]], version: int | None, adapter: dict[str, Any] | None
     ) -> None:
-        """`adapter` has rank and scale if the weights are those of adapters."""
+        """`adapter` has rank and scale if the weights belong to adapters."""
         weights = {name: torch.from_numpy(array) for name, array in named}
         self._version = self._version if version is None else version
         if adapter is not None:
@@ -106,7 +106,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 
 
 class Adapter(BaseRollout):  # type: ignore[misc]
-    """In every training process: hands its weights to the server beside it."""
+    """Runs in every training process and hands its weights to the server beside it."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -132,6 +132,6 @@ class Adapter(BaseRollout):  # type: ignore[misc]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all shards of a sharded one."""
+    """Return the tensor, gathered if it is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()

@@ -1,6 +1,6 @@
 """Attention over the paged cache on a CPU.
 
-Single tokens (decoding) come first in a step and are computed together. Longer chunks (prefill) follow; those of
+Single tokens (decoding) come first in a step and are computed together. Longer chunks (prefill) follow; chunks of
 similar size are computed together, padded to the largest.
 
 Decoding brings each query to the blocks of its sequence instead of gathering the blocks for the query, since keys and

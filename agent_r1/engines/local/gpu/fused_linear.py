@@ -18,7 +18,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the or
 
 
 class First(nn.Module):
-    """Computes all results, and keeps those of the other layers."""
+    """Computes all results, and keeps the results of the other layers."""
 
     all_weights: Tensor
     all_biases: Tensor | None

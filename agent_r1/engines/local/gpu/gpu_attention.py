@@ -34,7 +34,7 @@ class Tiles:
     position_N: Tensor
     table_QW: Tensor  # the blocks of each sequence
     sequence_T: Tensor
-    row_T: Tensor  # of the tile's first token
+    row_T: Tensor  # row of the tile's first token
     count_T: Tensor  # tokens of the tile; 0: nothing to do
     tokens: int
     splits: int
@@ -47,7 +47,7 @@ class Kernels(Protocol):
         """Store each row's keys and values at its slot, counted in tokens over the blocks."""
 
     def tokens_per_tile(self, query_heads: int, key_heads: int) -> int:
-        """For passes with longer chunks."""
+        """Return the tokens of a tile in passes with chunks of several tokens."""
 
     def attend(
         self, query_NHD: Tensor, keys_PKSD: Tensor, values_PKSD: Tensor, tiles: Tiles, scoring: Scoring

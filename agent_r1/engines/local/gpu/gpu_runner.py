@@ -37,8 +37,9 @@ from agent_r1.vision.picture_format import PictureFormat
 FULL_GPU = 264
 MAX_SPLITS = 16
 FILTERED_ROWS = 64  # rows that top-k and top-p are applied to at once
-# Numbers of a hidden state: 4,096 tokens of a width of 4,096. Without a graph, the host launches the kernels of a pass
-# for 24 ms with 30 layers, and longer passes than this take a GPU longer. Graphs of wider ones would take much memory.
+# The largest pass with a graph, in numbers of its hidden states: 4,096 tokens of width 4,096. Without a graph, the host
+# takes 24 ms to launch the kernels of 30 layers; larger passes take a GPU longer than that. Their graphs would take
+# much memory.
 LARGEST_GRAPH = 4096 * 4096
 
 Pass = Callable[[], None]
@@ -86,7 +87,7 @@ class GpuLimits:
     block_size: int
     max_running: int
     max_batch_tokens: int
-    max_length: int  # of a sequence
+    max_length: int  # tokens of a sequence
     burst: int
 
 

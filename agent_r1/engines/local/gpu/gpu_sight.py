@@ -37,9 +37,9 @@ class GpuSight:
         return None if sight is None else sight.to(self._shift_R.device)
 
     def positions(self, tokens: int) -> Tensor:
-        """[A, N] of a first pass."""
+        """Return the positions of a first pass, [A, N]."""
         return self._positions_AN[:, :tokens]
 
     def later(self, place_R: Tensor) -> Tensor:
-        """[A, R] of sampled tokens, by their places in the sequences."""
+        """Return the positions of sampled tokens, [A, R], from their places in the sequences."""
         return (place_R + self._shift_R[: len(place_R)]).expand(self._form.axes, -1)

@@ -31,7 +31,7 @@ class State:
     """The sampling sequences."""
 
     token_R: Tensor  # the last token, to be run next
-    position_R: Tensor  # of that token
+    position_R: Tensor  # position of the last token
     left_R: Tensor  # tokens still to be sampled in this step
     ended_R: Tensor  # whether the response is complete
     table_RW: Tensor  # the blocks; sequences that do not sample follow the others
@@ -43,8 +43,8 @@ class State:
     drawn_CR: Tensor  # tokens sampled in this step; -1: none
     logprob_CR: Tensor
     passes: Tensor  # number of passes of this step so far
-    kinds: list[SamplingKind] = field(default_factory=list)  # of the first rows, as loaded
-    # By K: the ids that were sampled from, [C, R, K]. Never replaced, because captured graphs write to them.
+    kinds: list[SamplingKind] = field(default_factory=list)  # kinds of the first rows, as loaded
+    # The ids that were sampled from, by K: [C, R, K]. Never replaced, because captured graphs write to them.
     supports: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -99,7 +99,7 @@ class State:
         uniform_RC[np.arange(len(self.uniform_CR)) < counts_R1] = np.concatenate([*numbers, []])
         put(self.uniform_CR[:, : len(drawing)], np.minimum(uniform_RC.T, np.float32(1 - 2.0**-24)))
         kinds = [chunk.request.kind for chunk in drawing]
-        if kinds != self.kinds[: len(kinds)]:  # usually all rows have one
+        if kinds != self.kinds[: len(kinds)]:  # usually all rows have the same kind
             self.kinds = []  # in case loading fails
             self._load_kinds(kinds, vocab)
             self.kinds = kinds
@@ -112,7 +112,7 @@ class State:
         self.temperature_R[:rows], self.top_p_R[:rows] = to_device(floats.astype(np.float32), device)
         most = [(k or vocab) if t else vocab for t, k in zip(temperatures, top_ks, strict=True)]
         put(self.top_k_R[:rows], np.array(most, np.int64))
-        distinct = set(stop_ids)  # usually one
+        distinct = set(stop_ids)  # usually a single set
         stops = np.full((1 if len(distinct) == 1 else rows, MAX_STOP_IDS), -1, dtype=np.int64)
         for row, ids in enumerate(distinct if len(distinct) == 1 else stop_ids):
             stops[row, : len(ids)] = ids
@@ -245,7 +245,7 @@ def cut(drawn_RC: NDArray[np.int64], logprob_RC: NDArray[np.float32]) -> tuple[l
 def cut_supports(drawn_RC: NDArray[np.int64], ids_RCK: NDArray[np.int32]) -> list[Kept]:
     """The ids that each row's tokens were sampled from. Vectorised, as a loop over tokens would stall the GPU."""
     is_drawn_RC = drawn_RC >= 0
-    counts, ids = ragged(ids_RCK[is_drawn_RC])  # of all tokens, row by row
+    counts, ids = ragged(ids_RCK[is_drawn_RC])  # ids of all tokens, row by row
     ends_R = is_drawn_RC.sum(axis=1).cumsum()[:-1]
     starts = np.concatenate([[0], counts.cumsum()])
     return list(zip(np.split(counts, ends_R), np.split(ids, starts[ends_R]), strict=True))

@@ -66,7 +66,7 @@ class Check:
 
 
 NEW_NAMESPACES = 0x7E020080
-_PARENT_PTRACE_PIDFD = 0x8000 | 0x2000 | 0x1000  # a sibling instead of a child, a traced child, a handle on it
+_PARENT_PTRACE_PIDFD = 0x8000 | 0x2000 | 0x1000  # would create a sibling, a traced child, a pidfd
 _LOCKED_HUGETLB_GROWSDOWN = 0x2000 | 0x40000 | 0x100
 _DESCRIPTORS = (0, 1, 2, 3, 4, 5, 1030, 1032)  # duplicates, flags, GETLK, the size of a pipe
 _RECORD_LOCKS = (6, 7)  # SETLK, SETLKW
@@ -83,7 +83,7 @@ RULES: dict[str, tuple[Check, ...]] = {
     "fcntl": (Check(1, (*_DESCRIPTORS, *_RECORD_LOCKS)), Check(1, _DESCRIPTORS, errno=NO_ERROR)),
     "ioctl": (
         Check(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451), errno=ENOTTY),
-    ),  # of a terminal, FION*, FIO*CLEX
+    ),  # requests of a terminal, FION*, FIO*CLEX
     "prctl": (Check(0, (15, 16)),),  # a thread's name
     "arch_prctl": (Check(0, (0x1002, 0x1003)),),  # the FS register, which every program sets when it starts
     "mknod": (_FIFO,),

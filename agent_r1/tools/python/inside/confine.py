@@ -62,7 +62,7 @@ def enter(orders: Orders) -> None:
     kernel.restrict_mount("/", kernel.READ_ONLY)
     inner = os.fork()
     if inner:
-        os.close(orders.control)  # or the end of the host would go unnoticed
+        os.close(orders.control)  # otherwise the end of the host would go unnoticed
         _, status = os.waitpid(inner, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     kernel.die_with_parent(signal.SIGKILL)

@@ -65,7 +65,7 @@ def execute(code: str, variables: dict[str, Any], name: str) -> str | None:
 
 
 def _explain(error: BaseException) -> str:
-    """Return the error with the last frames of the code itself, without those of the libraries it called."""
+    """Return the error with the last frames of the code itself, without the frames of libraries that it called."""
     try:
         summary = traceback.TracebackException.from_exception(error, limit=-100, compact=True)
         summary.__cause__ = summary.__context__ = None

@@ -17,7 +17,7 @@ from agent_r1.tools.python.inside import calls
 NEW_USER, NEW_PID, NEW_NET, NEW_NS, NEW_IPC, NEW_UTS = 0x10000000, 0x20000000, 0x40000000, 0x20000, 0x8000000, 0x4000000
 
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4  # of mount_setattr
+READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4  # flags of mount_setattr
 _DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
@@ -29,7 +29,7 @@ _LIBC.syscall.restype = c_long
 _LIBC.mount.argtypes = [c_char_p, c_char_p, c_char_p, c_ulong, c_char_p]
 
 MACHINE = platform.machine()
-_NUMBERS = {  # on x86_64, on aarch64
+_NUMBERS = {  # numbers on x86_64 and on aarch64
     "mount_setattr": (442, 442),
     "pivot_root": (155, 41),
     "capset": (126, 91),
