@@ -26,12 +26,16 @@ def find_browser() -> str | None:
 
 
 def why_no_browser() -> str | None:
-    """Return what is missing, or None if a browser can be started."""
+    """Return what is missing, or None if a browser can be started. With AGENT_R1_REQUIRE_BROWSER=1, a missing one is an
+    error, so that CI cannot skip what needs it."""
+    missing = None if find_browser() else "no Chromium is installed: apt-get install chromium, or set AGENT_R1_CHROMIUM"
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
-        return "playwright is not installed: pip install -e '.[dev]'"
-    return None if find_browser() else "no Chromium is installed: apt-get install chromium, or set AGENT_R1_CHROMIUM"
+        missing = "playwright is not installed: pip install -e '.[dev]'"
+    if missing is not None and os.environ.get("AGENT_R1_REQUIRE_BROWSER") == "1":
+        raise RuntimeError(f"AGENT_R1_REQUIRE_BROWSER=1, but {missing}")
+    return missing
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The task of docs/tutorial.md, made and trained as its page says: success after the warm start and after RL.
 
-    python -m benchmarks.tutorial              # seeds 0, 1; writes results/tutorial.json and the table on the page
-    python -m benchmarks.tutorial --write      # measure nothing; write the stored results into the page
+    python -m benchmarks.tutorial             # seeds 0, 1; writes results/tutorial.json, table and picture
+    python -m benchmarks.tutorial --draw      # measure nothing; draw the stored results, and write them into the page
 
 Every run starts with an empty cache.
 """
@@ -20,11 +20,12 @@ from rich.console import Console
 
 from agent_r1.cli.commands.init import write_task
 from benchmarks.machine import RESULTS, machine
-from benchmarks.quickstart import play
+from benchmarks.quickstart import draw, play
 from benchmarks.recipes import ROOT, keep
 
 PAGE = ROOT / "docs" / "tutorial.md"
 OUT = RESULTS / "tutorial.json"
+PICTURE = ROOT / "docs" / "tutorial.png"
 SEEDS = (0, 1)
 MARKS = "<!-- results -->\n", "<!-- end of results -->"
 
@@ -100,15 +101,17 @@ def write(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tutorial")
-    parser.add_argument("--write", action="store_true", help="measure nothing; write the stored results into the page")
-    if not parser.parse_args().write:
+    parser.add_argument("--draw", action="store_true", help="measure nothing; draw and write the stored results")
+    if not parser.parse_args().draw:
         with tempfile.TemporaryDirectory() as folder:
             task = follow(Path(folder))
             facts, runs = {"command": "python -m benchmarks.tutorial", **machine()}, []
             for seed in SEEDS:
                 runs.append(play(str(task), seed, Path(folder)))
                 keep(OUT, {**facts, "runs": runs})
-    write(json.loads(OUT.read_text(encoding="utf-8")))
+    results = json.loads(OUT.read_text(encoding="utf-8"))
+    draw(results["runs"], PICTURE)
+    write(results)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ TRAINING = {
     "api",
     "benchmarks",
     "docs",
+    "shown",
     "learn",
     "tools",
 }

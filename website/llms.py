@@ -64,11 +64,22 @@ def summary(text: str) -> str:
 
 def definition(directive: re.Match[str]) -> str:
     """The code and docstring that a directive of mkdocstrings stands for, without the bodies of functions."""
-    module, _, name = directive[1].rpartition(".")
-    file = ROOT / Path(*module.split(".")).with_suffix(".py")
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    found = [node for node in tree.body if isinstance(node, ast.stmt) and getattr(node, "name", None) == name]
-    return "\n\n".join(f"```python\n{ast.unparse(without_bodies(node))}\n```" for node in found)
+    return "\n\n".join(f"```python\n{ast.unparse(without_bodies(node))}\n```" for node in find_definition(directive[1]))
+
+
+def find_definition(path: str) -> list[ast.stmt]:
+    """The statements that define a name, in its module or in the one that it is imported from."""
+    module, _, name = path.rpartition(".")
+    file = ROOT / Path(*module.split("."))
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    found: list[ast.stmt] = []
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            return find_definition(f"{node.module}.{name}")
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if getattr(node, "name", None) == name or name in [getattr(target, "id", None) for target in targets]:
+            found.append(node)
+    return found
 
 
 def without_bodies(node: ast.stmt) -> ast.stmt:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 
+from website.reference import TOPIC_OF, TOPICS, page_links, page_text
+
 ROOT = Path(__file__).parents[1]
 PUBLIC = "agent_r1/__init__.py"
 # Code is matched first, so that it is left alone. A link's text may have line breaks, but no blank line.
@@ -32,24 +34,10 @@ TWO_THEMES = re.compile(
     r'<img src="(?P<light>[^"]+)" alt="(?P<alt>[^"]*)"(?: width="(?P<width>\d+)")?>\s*</picture>'
 )
 
-ABOUT = {  # page of the API reference -> title, introduction, and what it shows besides public names of these modules
-    "runs": (
-        "Train and load runs",
-        "Training from Python: [the guide](../python-api.md), and [all keywords](../python-api.md#settings).",
-        [],
-    ),
-    "tools": ("Tools", "What the model may call. [The guide](../write-a-tool.md).", ["agent_r1.tools.base.ToolCall"]),
-    "envs": ("Environments", "What answers the agent. [The guide](../write-an-env.md).", []),
-    "flows": ("Flows", "How an episode is played. [The guide](../write-a-flow.md).", []),
-    "types": (
-        "Types",
-        "What flows through the pipeline: frozen dataclasses. [Concepts](../concepts.md) connects them.",
-        ["agent_r1.types.Step", "agent_r1.types.Group", "agent_r1.types.ToolCallRecord"],
-    ),
-    "errors": ("Errors", "What the framework raises. [Error messages and what to do](../errors.md).", []),
-}
-GROUP_OF = {"api": "runs", "resources": "tools"}  # first part of a module -> its page, if it has another name
-
+INDEX = (
+    "Public names are imported from `agent_r1`: `from agent_r1 import tool`. Others are imported from their module, "
+    "which stands above them."
+)
 BUTTONS = (
     "[Tutorial: your own agent in 30 minutes](docs/tutorial.md){ .md-button .md-button--primary } "
     "[Recipes](docs/recipes.md){ .md-button } [API](api/index.md){ .md-button }"
@@ -122,21 +110,16 @@ def public_names(root: Path = ROOT) -> dict[str, str]:
 
 
 def api_pages(root: Path = ROOT) -> dict[str, Page]:
-    """One page per topic, with a directive of mkdocstrings for each public name."""
-    shown: dict[str, list[str]] = {page: [] for page in ABOUT}
+    """One page per topic, with a directive of mkdocstrings for each name."""
+    public: dict[str, list[str]] = {page: [] for page in TOPICS}
     for name, module in public_names(root).items():
         part = module.split(".")[1]
-        shown[GROUP_OF.get(part, part)].append(f"{module}.{name}")
-    index = ["# API reference", "Public names are imported from `agent_r1`: `from agent_r1 import tool`."]
-    pages = {}
-    for page, (title, introduction, more) in ABOUT.items():
-        names = [*sorted(shown[page], key=lambda path: path.rsplit(".")[-1].lower()), *more]
-        blocks = [f"::: {path}" for path in names]
-        pages[f"api/{page}.md"] = Page(
-            "\n\n".join([f"# {title}", introduction, *blocks]) + "\n", "agent_r1/__init__.py"
-        )
-        listed = ", ".join(f"[`{path.rsplit('.')[-1]}`]({page}.md#{path})" for path in names)
-        index.append(f"**[{title}]({page}.md)**: {listed}")
+        public[TOPIC_OF.get(part, part)].append(f"{module}.{name}")
+    index, pages = ["# API reference", INDEX], {}
+    for page, topic in TOPICS.items():
+        names = sorted(public[page], key=lambda path: path.rsplit(".")[-1].lower())
+        pages[f"api/{page}.md"] = Page(page_text(topic, names), PUBLIC)
+        index.append(page_links(page, topic, names))
     pages["api/index.md"] = Page("\n\n".join(index) + "\n", PUBLIC)
     return pages
 

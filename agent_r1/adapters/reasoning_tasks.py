@@ -62,7 +62,7 @@ def rows(
 
 
 def reward(row: TaskRow, trajectory: Trajectory) -> float:
-    """The dataset's own score of the text between <answer> tags, or of the whole text without them."""
+    """The dataset's own score of the text between `<answer>` tags, or of the whole text without them."""
     found = _ANSWER.findall(trajectory.final_text)
     answer = (found[-1] if found else trajectory.final_text).strip()
     scored = row.reward_model

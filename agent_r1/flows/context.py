@@ -89,6 +89,8 @@ class ContextPolicy(ABC):
 
 @dataclass(kw_only=True)
 class Window(ContextPolicy):
+    """Shows the opening and the last exchanges."""
+
     turns: int  # at least 1 here and below, or the latest observation would not be shown
 
     async def show(self, messages: list[Message]) -> ContextView:
@@ -99,6 +101,8 @@ class Window(ContextPolicy):
 
 @dataclass(kw_only=True)
 class DropResults(ContextPolicy):
+    """Shows all replies, and a placeholder for the results of earlier exchanges."""
+
     keep: int  # exchanges that keep their results
     placeholder: str
 
@@ -123,6 +127,8 @@ class DropResults(ContextPolicy):
 
 @dataclass(kw_only=True)
 class Notes(ContextPolicy):
+    """Shows the last exchanges, and notes of those earlier ones that have most to do with the latest."""
+
     turns: int
     notes: int  # earlier exchanges to show
     note_chars: int  # maximum characters of each exchange
@@ -189,6 +195,8 @@ class Summary(ContextPolicy):
 
 @dataclass(kw_only=True)
 class Rewrite(ContextPolicy):
+    """Shows what a function makes of the messages."""
+
     function: Callable[[list[Message]], list[Message] | Awaitable[list[Message]]]
 
     async def show(self, messages: list[Message]) -> ContextView:

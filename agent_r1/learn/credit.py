@@ -79,6 +79,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
+    """What one trajectory is trained on: an advantage, and for critics a target, per response token."""
+
     advantages: PerToken
     value_targets: list[list[float | None]] | None = None  # None where the critic is not trained
 

@@ -33,6 +33,8 @@ RewardFunction = Callable[[TaskRow, Trajectory], RewardValue | Awaitable[RewardV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
+    """Scores finished episodes with the reward of the task, with a time limit for each."""
+
     reward: RewardFunction
     timeout: float  # seconds per trajectory, from the moment its turn comes
     max_concurrent: int = MAX_CONCURRENT

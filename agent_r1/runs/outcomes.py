@@ -84,6 +84,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
+    """An evaluation: what was evaluated, its metrics, and the outcomes of every row."""
+
     subject: Subject
     time: float = field(default_factory=lambda: round(time.time(), 3))
     version: str = __version__  # version of the code

@@ -40,6 +40,7 @@ MAX_LINES_WITH_OPTIONAL = 24_500
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 12
+MAX_README_LINES = 150
 SHARED_NAMES = {
     "base.py": "the protocol or base class of its folder",
     "checks.py": "checks of settings alone, and checks that need the built parts",
@@ -100,6 +101,10 @@ def test_modules_are_documented_and_short(path: Path) -> None:
     for function in functions(tree):
         assert function.end_lineno is not None
         assert function.end_lineno - function.lineno < MAX_FUNCTION_LINES, function.name
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
 def test_no_folder_has_more_than_a_dozen_modules() -> None:

@@ -13,7 +13,7 @@ from agent_r1.cli.commands.init import FILES, TEMPLATE
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
 from tests.conftest import Cli
-from tests.docs.test_docs import ROOT, blocks
+from tests.docs.shown.blocks import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.docs.test_docs import ROOT
+from tests.docs.shown.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
 LINES = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| symptom")]

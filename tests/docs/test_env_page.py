@@ -13,7 +13,7 @@ from agent_r1.build.plan import build_plan
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
-from tests.docs.test_docs import ROOT, blocks
+from tests.docs.shown.blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "write-an-env.md"
 

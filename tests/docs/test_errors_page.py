@@ -14,7 +14,7 @@ from agent_r1.cli.commands.init import write_task
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir
 from tests.conftest import Cli
-from tests.docs.test_docs import ROOT
+from tests.docs.shown.blocks import ROOT
 from tests.train.test_pipeline import MINI
 
 PAGE = ROOT / "docs" / "errors.md"

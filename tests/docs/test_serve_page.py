@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_docs import ROOT, blocks
+from tests.docs.shown.blocks import ROOT, blocks
 from tests.serve.api_server import CALL, serving_agent, serving_script
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import agent_r1
 from benchmarks.browser import why_no_browser
-from tests.docs.test_docs import ROOT
+from tests.docs.shown.blocks import ROOT, in_language
 from website.__main__ import navigation, outside, write_sources
 from website.axe import barriers
 from website.check import problems
 from website.comments import comment_of
-from website.llms import entries, llms_texts, summary
+from website.llms import entries, find_definition, llms_texts, summary
 from website.pages import Page, added_pages, api_pages, public_names, rewrite, site_pages, themed
 
 
@@ -47,22 +48,38 @@ def test_the_buttons_of_the_home_page_lead_to_pages(pages: dict[str, Page]) -> N
     assert set(targets) <= set(pages)
 
 
+def reference() -> list[str]:
+    return [line[4:] for page in api_pages().values() for line in page.text.splitlines() if line.startswith(":::")]
+
+
 def test_the_api_reference_shows_every_public_name_and_each_has_a_docstring() -> None:
     assert set(public_names()) == set(agent_r1.__all__)
-    shown = [line[4:] for page in api_pages().values() for line in page.text.splitlines() if line.startswith(":::")]
+    shown = reference()
     assert {path.rpartition(".")[2] for path in shown} >= set(agent_r1.__all__)
     assert len(shown) == len(set(shown))
     for path in shown:
-        module, _, name = path.rpartition(".")
-        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
-        found = [node for node in tree.body if getattr(node, "name", None) == name]
-        aliases = [
-            node for node in tree.body if isinstance(node, ast.Assign | ast.ImportFrom) and name in ast.unparse(node)
-        ]
-        assert found or aliases, path
-        for node in found[-1:]:
+        *_, node = find_definition(path)  # the last of overloads
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
             assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             assert ast.get_docstring(node), f"{path} has no docstring"
+
+
+def imported(body: str) -> Iterator[str]:
+    """The names that a block imports from the package or takes from `ar`. Those of recipes are shown by the recipes."""
+    for node in ast.walk(ast.parse(body)):
+        if isinstance(node, ast.ImportFrom) and re.match(r"agent_r1(?!\.recipes)\b", node.module or ""):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ar":
+            yield f"agent_r1.{node.attr}"
+
+
+def test_the_api_reference_shows_every_name_that_pages_import() -> None:
+    public = {f"agent_r1.{name}" for name in public_names()}
+    used = {
+        path: block.place for block in [*in_language("python"), *in_language("py")] for path in imported(block.body)
+    }
+    assert len(used) > 60
+    assert {path: place for path, place in used.items() if path not in {*public, *reference()}} == {}
 
 
 def rewritten(text: str, page: str, source: str) -> str:
@@ -179,6 +196,16 @@ def test_the_changelog_is_cut_by_version_with_the_newest_first() -> None:
     numbers = [tuple(map(int, version.split("."))) for version in versions]
     assert first == "Unreleased"
     assert numbers == sorted(numbers, reverse=True)
+
+
+def test_a_browser_that_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("AGENT_R1_CHROMIUM", raising=False)
+    monkeypatch.delenv("AGENT_R1_REQUIRE_BROWSER", raising=False)
+    assert why_no_browser() is not None
+    monkeypatch.setenv("AGENT_R1_REQUIRE_BROWSER", "1")
+    with pytest.raises(RuntimeError, match="AGENT_R1_REQUIRE_BROWSER"):
+        why_no_browser()
 
 
 @pytest.mark.browser

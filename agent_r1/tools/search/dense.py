@@ -62,6 +62,8 @@ def encoder_settings(name: str | None, path: str | None = None) -> EncoderSettin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSettings:
+    """How a dense index is built: the encoder and the kind of index."""
+
     encoder: EncoderSettings = field(default_factory=lambda: encoder_settings(None))
     method: Literal["flat", "ivf"] = "flat"
     batch_size: int = 64  # passages encoded at once

@@ -33,6 +33,8 @@ NOTHING_FOUND = "Nothing found. Try other words."
 
 
 class SearchTool(BatchTool):
+    """Searches an index on this machine or a search server. Calls of many episodes are answered together."""
+
     timeout = 240.0  # with an index on this machine; `__init__` sets it for a server
     name = "search"
     description = "Find passages about something."
