@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from agent_r1.errors import ConfigError
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import RecordFile, trajectory_from_json, trajectory_to_json
-from agent_r1.serve.view.episodes import EpisodeIndex, wait_until_read
+from agent_r1.serve.view.index.episodes import EpisodeIndex, wait_until_read
+from agent_r1.serve.view.index.summary import summarize
+from agent_r1.serve.view.index.tail import MetricsTail
 from agent_r1.serve.view.library import Library, NotFound
-from agent_r1.serve.view.summary import summarize
-from agent_r1.serve.view.tail import MetricsTail
 from agent_r1.types import StopReason
 from tests.serve.small_runs import HOSTILE, add_step, make_episode, make_groups, make_run, make_step
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_r1.serve.view import scratch as module
-from agent_r1.serve.view.episodes import EpisodeIndex, wait_until_read
-from agent_r1.serve.view.scratch import Scratch, Shelf
+from agent_r1.serve.view.index import scratch as module
+from agent_r1.serve.view.index.episodes import EpisodeIndex, wait_until_read
+from agent_r1.serve.view.index.scratch import Scratch, Shelf
 from tests.serve.small_runs import group, make_episode, make_run, make_step
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import shown
-from agent_r1.serve.view.columns import NUMBERS
+from agent_r1.serve.view.index.columns import NUMBERS
 from agent_r1.serve.view.library import Library, check_places
 from agent_r1.serve.view.terminal import show_episode, show_run
 

@@ -14,9 +14,9 @@ from agent_r1.data.files import dump_json
 from agent_r1.errors import AgentR1Error, DataError
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.trajectories import FORMAT, Record, RecordFile
+from agent_r1.serve.view.index.summary import UNREADABLE, EpisodeTimes, opening_messages, times
 from agent_r1.serve.view.library import NotFound, OpenRun
 from agent_r1.serve.view.picture_names import names_added, names_in, spell_pictures
-from agent_r1.serve.view.summary import UNREADABLE, EpisodeTimes, opening_messages, times
 from agent_r1.vision.contents import text_of as content_text
 
 TEXT_CHARS = 16_000  # of a text in one answer

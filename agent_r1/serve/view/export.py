@@ -18,7 +18,7 @@ from typing import Any
 from agent_r1.disk import write_atomically
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.serve.view.api import Api
-from agent_r1.serve.view.episodes import wait_until_read
+from agent_r1.serve.view.index.episodes import wait_until_read
 from agent_r1.serve.view.library import Library, OpenRun
 from agent_r1.serve.view.server import static_files
 

@@ -15,9 +15,9 @@ from typing import Any
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import anchored
 from agent_r1.runs.reader import RunReader, is_run
-from agent_r1.serve.view.columns import thin
-from agent_r1.serve.view.episodes import EpisodeIndex
-from agent_r1.serve.view.tail import MetricsTail
+from agent_r1.serve.view.index.columns import thin
+from agent_r1.serve.view.index.episodes import EpisodeIndex
+from agent_r1.serve.view.index.tail import MetricsTail
 
 RESCAN_SECONDS = 2.0
 QUIET_SECONDS = 120.0  # without news for so long, or for ten steps, a run is taken to have stopped

@@ -15,9 +15,9 @@ from rich.text import Text
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.reader import RunReader
 from agent_r1.serve.terminal_pictures import show_pictures
-from agent_r1.serve.view.columns import thin
 from agent_r1.serve.view.detail import episode_page
-from agent_r1.serve.view.episodes import wait_until_read
+from agent_r1.serve.view.index.columns import thin
+from agent_r1.serve.view.index.episodes import wait_until_read
 from agent_r1.serve.view.library import OpenRun
 from agent_r1.types import StopReason
 from agent_r1.vision.contents import picture_mark

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import rich
 from rich.console import Console
 from typer.main import get_command
 
@@ -115,14 +116,23 @@ def test_a_command_shown_runs(
     assert ended.code == (1 if command in RED else 0), ended
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A terminal in which no line is broken. The console that commands share reads its width once."""
+    with monkeypatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        rich.reconfigure()
+        yield
+    rich.reconfigure()
+
+
 @pytest.mark.parametrize("block", [block for block in TEXTS if output_of(block)], ids=lambda block: block.place)
 def test_an_output_shown_is_what_the_command_prints(
-    block: Block, cli: Cli, workspace: Path, monkeypatch: pytest.MonkeyPatch
+    block: Block, cli: Cli, workspace: Path, wide: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = output_of(block)
     assert output is not None
     monkeypatch.chdir(workspace)
-    monkeypatch.setenv("COLUMNS", "200")  # no line is broken
     words = shlex.split(output.command)[1:]
     with_runs(words)
     ended = cli(*words)

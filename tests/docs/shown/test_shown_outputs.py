@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections import Counter
-from importlib import import_module
 
 import pytest
 from typer.main import get_command
@@ -23,8 +20,8 @@ LANGUAGES = {
     "py": "PARTS lists it",
     "diff": "test_tutorial.py applies it",
 }
-# Python that cannot run by itself, and how many blocks: the clients need a server, the library a model.
-PARTS = {"docs/serve.md": 2, "agent_r1/recipes/paper_search/README.md": 1}
+# Python that cannot run by itself, and how many blocks: these clients need a server.
+PARTS = {"docs/serve.md": 2}
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 
@@ -32,18 +29,6 @@ def test_every_block_has_a_language_whose_blocks_are_tested() -> None:
     assert [block.place for block in BLOCKS if block.language not in LANGUAGES] == []
     assert {name(block.page) for block in in_language("diff")} == {"docs/tutorial.md"}
     assert Counter(name(block.page) for block in in_language("py")) == PARTS  # test_serve_page.py runs the clients
-
-
-def test_a_call_that_needs_a_model_has_the_arguments_of_its_function() -> None:
-    (block,) = [block for block in in_language("py") if "recipes" in name(block.page)]
-    tree = ast.parse(block.body)
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    known = {a.name: getattr(import_module(node.module or ""), a.name) for node in imports for a in node.names}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    assert len(calls) == 2
-    for call in calls:
-        arguments = {str(keyword.arg): None for keyword in call.keywords}
-        inspect.signature(known[ast.unparse(call.func)]).bind(*call.args, **arguments)
 
 
 def test_every_block_of_text_is_compared_or_listed() -> None:

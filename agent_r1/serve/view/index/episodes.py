@@ -24,9 +24,9 @@ from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.statistics import standard_error
 from agent_r1.runs.trajectories import RecordFile
-from agent_r1.serve.view.columns import NUMBERS, Columns, Part, join, thin
-from agent_r1.serve.view.scratch import Scratch, Shelf
-from agent_r1.serve.view.summary import Summary, summarize
+from agent_r1.serve.view.index.columns import NUMBERS, Columns, Part, join, thin
+from agent_r1.serve.view.index.scratch import Scratch, Shelf
+from agent_r1.serve.view.index.summary import Summary, summarize
 from agent_r1.types import StopReason
 
 BATCH, BATCH_BYTES = 256, 2**25  # records summarised before they are published, and their size

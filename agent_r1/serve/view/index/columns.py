@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_r1.serve.view.summary import Summary
+from agent_r1.serve.view.index.summary import Summary
 
 NUMBERS = (
     "reward", "outcome", "steps", "calls", "bad_calls", "tokens", "prompt_tokens", "seconds", "sampling", "waiting",
