@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import rich
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from typer.main import get_command
 
 from agent_r1.build.plan import build_plan
 from agent_r1.cli.app import app
 from agent_r1.cli.commands.init import write_task
 from agent_r1.cli.commands.train import run_training
+from agent_r1.cli.terminal import Terminal
 from agent_r1.config import RECIPES, load_config
 from agent_r1.runs.run_dir import RunDir
 from tests.conftest import Cli
@@ -117,13 +117,9 @@ def test_a_command_shown_runs(
 
 
 @pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A terminal in which no line is broken. The console that commands share reads its width once."""
-    with monkeypatch.context() as patch:
-        patch.setenv("COLUMNS", "200")
-        rich.reconfigure()
-        yield
-    rich.reconfigure()
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which no line is broken, also for consoles that took their width when they were imported."""
+    monkeypatch.setattr(Terminal, "size", property(lambda _: ConsoleDimensions(200, 50)))
 
 
 @pytest.mark.parametrize("block", [block for block in TEXTS if output_of(block)], ids=lambda block: block.place)
