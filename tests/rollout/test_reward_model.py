@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from agent_r1 import guard
 from agent_r1.errors import ConfigError
+from agent_r1.rollout.rewards import attempts
 from agent_r1.rollout.rewards.attempts import Attempts, ScoringError, TransientError
 from agent_r1.rollout.rewards.reward_model import BatchedReward, BatchScorer, Item
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.types import Group, Step, StopReason, Trajectory
 from tests.chatml import row
+from tests.replaced import replaced
 
 
 def trajectory(text: str) -> Trajectory:
@@ -272,7 +274,7 @@ def test_waits_grow_and_do_not_touch_the_seeded_random_numbers(monkeypatch: pyte
         raise TransientError("busy", wait_seconds=100.0 if len(waits) == 2 else 0.0)
 
     before = random.getstate()
-    monkeypatch.setattr(asyncio, "sleep", no_sleep)
+    monkeypatch.setattr(attempts, "asyncio", replaced(asyncio, sleep=no_sleep))
     with pytest.raises(ScoringError, match="it failed after 4 attempts; the last: TransientError: busy"):
         asyncio.run(Attempts(4, 1.0, 1.0).run(busy, name="it"))
     # 1, 2, 4 seconds, each times a half to one and a half; the third on top of what the server asked for

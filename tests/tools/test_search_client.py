@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from agent_r1.tools.search import client
 from agent_r1.tools.search.client import SearchRefused, SearchUnavailable
 from agent_r1.tools.search.index import Hit
+from tests.replaced import replaced
 from tests.tools.small_search import build, free_port, search, serving, titles
 
 
@@ -108,7 +111,7 @@ def test_a_client_waits_at_least_as_long_as_the_server_asks(monkeypatch: pytest.
         waits.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("agent_r1.tools.search.client.asyncio.sleep", noted)
+    monkeypatch.setattr(client, "asyncio", replaced(asyncio, sleep=noted))
     with Stub((503, {"Retry-After": "2"}, b""), BUSY, BUSY, FOUND) as stub:
         asyncio.run(search(stub.url, ["a"], backoff_seconds=0.1))
     # asked for 2 s, then twice for none: backoff 0.1 * 2**1 and 0.1 * 2**2; jitter adds up to half
@@ -125,8 +128,8 @@ def test_a_client_retries_for_retry_seconds(monkeypatch: pytest.MonkeyPatch) -> 
         waits.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("agent_r1.tools.search.client.asyncio.sleep", advance)
-    monkeypatch.setattr("agent_r1.tools.search.client.time.monotonic", lambda: now)
+    monkeypatch.setattr(client, "asyncio", replaced(asyncio, sleep=advance))
+    monkeypatch.setattr(client, "time", replaced(time, monotonic=lambda: now))
     monkeypatch.setattr("agent_r1.tools.search.client._JITTER.uniform", lambda low, high: low)
     with Stub(BUSY) as stub, pytest.raises(SearchUnavailable, match=r"no answer in 55\.0 s \(10 attempts, retry_seco"):
         asyncio.run(search(stub.url, ["a"], retry_seconds=60.0, backoff_seconds=1.0, max_wait=8.0))
