@@ -154,11 +154,12 @@ async def check_answers(shown: Shown) -> list[Finding]:
     if said is None:
         return [yellow(name, "nothing shows it: there are no demonstrations, and no ground truths that are text", fix)]
     wording, each = said
-    counted = f"said as {wording.format('...')!r}, the ground truth earns {wanted} in"
+    answer, played = repr(wording.format("...")), len(each.episodes)
     if each.successes:
-        return [green(name, f"{counted} {each.successes} of {len(each.episodes)} episodes")]
-    evidence = f"nothing shows it: there are no demonstrations, and {counted} no episode, at most {max(each.rewards):g}"
-    return [yellow(name, evidence, fix)]
+        earned = f"{wanted} in {each.successes} of {played} episodes"
+        return [green(name, f"the ground truth, said as {answer}, earns {earned}")]
+    tried = f"the ground truth, said as {answer}, earns at most {max(each.rewards):g}"
+    return [yellow(name, f"nothing shows it: there are no demonstrations, and {tried}", fix)]
 
 
 def earns_part(demonstrated: Played, unskilled: Sequence[Played]) -> bool:

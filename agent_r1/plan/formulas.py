@@ -141,7 +141,7 @@ def _product_seconds(shape: Shape, gpu: Gpu, batch: Batch, *, body: int, head: i
 
 
 def _moved_bytes(shape: Shape, batch: Batch, *, kept: float, logits: float) -> float:
-    """Read and written by everything that is no product: norms, activations, rotations, sums; softmax of logits."""
+    """Return the bytes moved by everything but matrix products: norms, activations, rotations, sums, softmax."""
     activations = _measured("learner_moves") * batch.tokens * shape.layers * shape.activation_bytes
     return kept * activations + logits * _measured("logit_moves") * batch.trained * 4 * shape.vocabulary
 
