@@ -1,4 +1,4 @@
-"""Run the commands of an experiment in forks, which need not import torch again."""
+"""Marks the tests of the scripts in benchmarks/. Commands of experiments run in forks, which need not import torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from typing import IO
 import pytest
 
 from tests.forked import start_program
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker("benchmarks")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 # A pattern that the whole command matches, and the reason why it is only parsed. Paths in reasons exist.
 NOT_RUN = {
     r"(pip|python3? -m (pip|venv)|source) .*": "installs packages: .ci/package installs this one",
-    r"(pytest -n 2|ruff .*|mypy|lint-imports)": "is what .ci/run does",
+    r"(pytest -n 3|ruff .*|mypy|lint-imports)": "is what .ci/run does",
     r"pytest tests/.*": "is for a machine with a GPU",
     r"pytest -q shop": "tests/docs/test_tutorial.py runs it",
     r"python -m benchmarks\..*": "takes minutes or a GPU",
