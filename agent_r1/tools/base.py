@@ -37,9 +37,11 @@ from agent_r1.types import check_reward, check_type
 class ToolError(Exception):
     """The tool ran but refused the call. The model sees the message; any other exception is a bug in the tool."""
 
+    reward = 0.0  # process reward of this call: what the mistake costs. Subclasses may have an `__init__` of their own
+
     def __init__(self, message: str = "", *, reward: float = 0.0) -> None:
         super().__init__(message)
-        self.reward = reward  # process reward of this call: what the mistake costs
+        self.reward = reward
         check_reward("ToolError.reward", reward)
 
 

@@ -309,6 +309,20 @@ def test_batching_keeps_neither_event_loops_nor_tools_alive() -> None:
     assert [ref() for ref in loops + tools] == [None] * 6
 
 
+def test_a_tool_error_with_its_own_init_costs_nothing() -> None:
+    class NotFound(ToolError):
+        def __init__(self, page: int) -> None:
+            self.page = page
+
+    @tool
+    def read(page: int) -> str:
+        """Read."""
+        raise NotFound(page)
+
+    outcome = run(read, {"page": 3})
+    assert (outcome.text, outcome.reward, outcome.fault) == ("3", 0.0, "failed")
+
+
 def test_execute_must_be_async() -> None:
     class Sync(Echo):
         def execute(self, args: dict[str, Any], **context: Any) -> str:  # type: ignore[override]

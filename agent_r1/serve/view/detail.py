@@ -119,7 +119,7 @@ def _step(run: RunReader, record: Record, index: int) -> dict[str, Any]:
 def seen_before(steps: Sequence[Mapping[str, Any]], index: int) -> tuple[list[int], int]:
     """Return the prompt and the response of the last step of the same role, and the length of that prompt.
 
-    A role goes on from its own last step, whoever acted in between.
+    A role continues from its own last step, even if other roles acted in between.
     """
     role = steps[index].get("role", "")
     for earlier in reversed(steps[:index]):
