@@ -24,7 +24,7 @@ from transformers import DynamicCache, GenerationConfig
 from agent_r1.engines.base import Sampling
 from agent_r1.envs.base import AgentEnv
 from agent_r1.flows.budgets import Limits
-from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.conversations import Conversations, Pending
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Observation, StopReason, TaskRow
 
@@ -122,6 +122,7 @@ class _Attempt:
     env: AgentEnv
     observation: Observation
     conversation: Conversations
+    pending: Pending | None = None  # the prompt that waits for its response
     prompts: list[list[int]] = field(default_factory=list)
     responses: list[list[int]] = field(default_factory=list)
     stop: StopReason | None = None  # None: still active
@@ -165,11 +166,11 @@ class TurnLoop:
         if len(attempt.responses) >= self.limits.max_steps:
             attempt.stop = StopReason.MAX_STEPS
             return
-        prompt = attempt.conversation.prompt(attempt.observation, attempt.env.tool_schemas)
-        if len(prompt) >= self.limits.max_context_tokens:
+        attempt.pending = attempt.conversation.begin(attempt.observation, attempt.env.tool_schemas)
+        if len(attempt.pending.ids) >= self.limits.max_context_tokens:
             attempt.stop = StopReason.MAX_TOKENS
             return
-        attempt.prompts.append(prompt)
+        attempt.prompts.append(attempt.pending.ids)
 
     async def _act(self, attempt: _Attempt, response: list[int]) -> None:
         response = response[: self.limits.max_context_tokens - len(attempt.prompts[-1])]
@@ -178,7 +179,8 @@ class TurnLoop:
             attempt.stop = StopReason.MAX_TOKENS
             return
         text = self.renderer.decode(response)
-        attempt.conversation.record(response, text)
+        assert attempt.pending is not None  # `_ask` was called before
+        attempt.conversation.finish(attempt.pending, response, text)
         transition = await attempt.env.step(Action(text=text, token_ids=response))
         if transition.terminated:
             attempt.stop = transition.stop

@@ -25,14 +25,3 @@ class EpisodeLimit(Signal):
         super().__init__(reason)
         self.stop = stop
         self.setting = setting  # the field of `Limits` that was reached
-
-
-def cut_limit(prompt: int, response: int, *, allowed: int, limits: Limits, role: str) -> EpisodeLimit:
-    """Return the limit that cut a response of `response` tokens; `allowed` is the role's own limit for one."""
-    if response >= allowed:
-        setting = "max_response_tokens"
-        why = f", {setting}{f' of {role!r}' if role else ''} is {allowed}"
-    else:
-        setting = "max_context_tokens"
-        why = f" after a prompt of {prompt}, {setting} is {limits.max_context_tokens}"
-    return EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {response} tokens{why}", setting=setting)

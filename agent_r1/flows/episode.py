@@ -12,18 +12,19 @@ import time
 from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
 from agent_r1.envs.base import AgentEnv, step_env
 from agent_r1.errors import DataError
-from agent_r1.flows.budgets import EpisodeLimit, Limits, cut_limit
+from agent_r1.flows.budgets import EpisodeLimit, Limits
 from agent_r1.flows.context import ContextPolicy, ContextView, strip_reasoning
 from agent_r1.flows.recording import Response, attach_transition, sanitize_messages, text_size
 from agent_r1.guard import CANCEL_SECONDS
 from agent_r1.seeds import stable_seed
-from agent_r1.tokens.conversations import Conversations, Exchange
+from agent_r1.tokens.conversations import Conversations, Exchange, Pending
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
 from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
@@ -43,14 +44,12 @@ class _Call:
         self._episode, self._task = episode, asyncio.current_task()
 
     def __enter__(self) -> None:
-        episode = self._episode
-        episode._acting.add(self._task)
-        # A flow may catch a limit and continue with a shorter conversation.
-        episode.limit, episode.limit_reason, episode.limit_setting = None, "", ""
+        self._episode._acting.add(self._task)
+        self._episode.limit = None  # a flow may catch a limit and continue with a shorter conversation
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, EpisodeLimit):
-            self._episode.reach_limit(error)
+            self._episode.limit = error
         self._episode._acting.discard(self._task)
 
 
@@ -74,21 +73,15 @@ class Episode:
         self.steps: list[Step] = []
         self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
         self.next_pictures: tuple[Picture, ...] = ()  # pictures shown in that prompt
-        self.num_actions = 0  # steps that are not summaries
         self.messages: list[Message] = []  # the complete conversation of the last `act`
         self.opening: list[Message] = []  # the complete conversation of the first `act`
-        self.limit: StopReason | None = None  # the budget that ended the episode, even before anything was sampled
-        self.limit_reason = ""
-        self.limit_setting = ""  # the field of `Limits`
+        self.limit: EpisodeLimit | None = None  # the budget that ended the episode, even before anything was sampled
         self.fault: str | None = None  # a failure that ended the episode without an exception
         self.counts: Counter[str] = Counter()  # the flow's own numbers, by the names of their metrics
         self.log = ""  # what the flow's programs wrote, for people
         self.roles: tuple[str, ...] = ()  # the roles that the flow may name
         self._sampler = sampler
-        samplings = {**(role_sampling or {}), "": sampling}  # by role
-        self._sampling = {
-            role: {each.name: getattr(own, each.name) for each in fields(own)} for role, own in samplings.items()
-        }
+        self._sampling = {**(role_sampling or {}), "": sampling}  # by role
         self._began = time.perf_counter()
         self._seed = seed
         self._conversations = Conversations(renderer)
@@ -98,6 +91,11 @@ class Episode:
         self._numbers: list[int] = []  # the number of the call behind each step
         self._calls = 0
         self.is_closed = False  # the steps now belong to a trajectory, which may already be scored
+
+    @property
+    def num_actions(self) -> int:
+        """The steps that are not summaries."""
+        return sum([step.summary is None for step in self.steps])
 
     async def close(self) -> None:
         """Sample nothing more for this episode, and cancel calls that its flow has left behind."""
@@ -124,10 +122,21 @@ class Episode:
             when = "after the episode had ended" if self.is_closed else "while another call runs; await that one first"
             raise RuntimeError(f"episode.act was called {when}")
         self._check_role(role)
+        tools, hidden = tools or [], None
         with _Call(self):
-            if self.num_actions >= self.limits.max_steps:
-                raise await self._steps_limit(observation, tools or [], context)
-            return await self._act(observation, tools or [], context, role)
+            await self._check_steps(observation, tools, context)
+            self.messages = observation.messages or self.messages
+            await self._check_first(observation)
+            if context is not None:
+                view = await self._view(observation, context, _Writer(self, tools, role))
+                observation, hidden = Observation(messages=view.messages), view.hidden
+                await _check_pictures(observation)  # the policy may show other pictures
+            pending, prompt = self._begin(observation, tools)
+            step, text = await self._sample(prompt, self._response_limit(role), hidden, role=role)
+            if step.is_cut:  # a response cut in half must not be executed
+                raise self._cut_limit(step)
+            self._conversations.finish(pending, step.response_ids, text)
+            return Action(text=text, token_ids=step.response_ids)
 
     async def respond(
         self,
@@ -147,35 +156,17 @@ class Episode:
             raise RuntimeError("episode.respond was called after the episode had ended")
         self._check_role(role)
         with _Call(self):
-            if self.num_actions + len(self._acting) > self.limits.max_steps:
-                raise await self._steps_limit(observation, tools or [], None)
-            self.opening = self.opening or sanitize_messages(observation.messages or [])
-            await _check_pictures(observation)
-            self._check_size(observation)
-            pending = self._conversations.begin(observation, tools or (), among=after)
-            prompt = Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
-            number, own = self._calls, self._response_limit(role)
+            await self._check_steps(observation, tools or [], None)
+            await self._check_first(observation)
+            pending, prompt = self._begin(observation, tools or [], after)
+            own = self._response_limit(role)
             wanted = own if max_tokens is None else min(own, max_tokens)
-            completion, text = await self._sample(prompt, wanted, None, stop_texts, role=role)
-            self.num_actions += 1
-            exchange = self._conversations.finish(pending, completion.token_ids, text)
-            is_cut, full = completion.stop == "length", len(prompt.ids) + len(completion.token_ids)
-            if is_cut and (wanted == own or full >= self.limits.max_context_tokens):
-                self.reach_limit(self._cut_limit(prompt, completion, role))
-            return Response(
-                text=text,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                prompt_tokens=len(prompt.ids),
-                is_cut=is_cut,
-                extends=pending.earlier is not None,
-                exchange=exchange,
-                number=number,
-            )
-
-    def position(self, number: int) -> int:
-        """Where in `steps` the step of a call is now; steps of earlier calls may still come before it."""
-        return self._numbers.index(number)
+            step, text = await self._sample(prompt, wanted, None, stop_texts, role=role)
+            exchange = self._conversations.finish(pending, step.response_ids, text)
+            full = len(step.prompt_ids) + len(step.response_ids) >= self.limits.max_context_tokens
+            if step.is_cut and (wanted == own or full):
+                self.limit = self._cut_limit(step)
+            return Response(text=text, step=step, extends=pending.earlier is not None, exchange=exchange)
 
     def _check_role(self, role: str) -> None:
         if role and role not in self.roles:
@@ -183,41 +174,29 @@ class Episode:
 
     def _response_limit(self, role: str) -> int:
         own = self._sampling.get(role) if role else None
-        return self.limits.max_response_tokens if own is None else int(own["max_tokens"])
+        return self.limits.max_response_tokens if own is None else own.max_tokens
 
-    async def _steps_limit(
-        self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None
-    ) -> EpisodeLimit:
-        unanswered = await self._unanswered_prompt(observation, tools, context)
-        self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
-        return EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}", setting="max_steps")
+    async def _check_steps(self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None) -> None:
+        """Raise EpisodeLimit if this call, which is already among those that run, is one too many."""
+        if self.num_actions + len(self._acting) > self.limits.max_steps:
+            unanswered = await self._unanswered_prompt(observation, tools, context)
+            self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
+            raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}", setting="max_steps")
 
-    def reach_limit(self, limit: EpisodeLimit) -> None:
-        self.limit, self.limit_reason, self.limit_setting = limit.stop, str(limit), limit.setting
-
-    async def _act(
-        self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None, role: str
-    ) -> Action:
-        hidden = None
-        if observation.messages is not None:
-            self.messages = observation.messages
-            self.opening = self.opening or sanitize_messages(observation.messages)
+    async def _check_first(self, observation: Observation) -> None:
+        self.opening = self.opening or sanitize_messages(observation.messages or [])
         await _check_pictures(observation)
-        if context is not None:
-            view = await self._view(observation, context, _Writer(self, tools, role))
-            observation, hidden = Observation(messages=view.messages), view.hidden
-            await _check_pictures(observation)  # the policy may show other pictures
-        prompt = self._render(observation, tools)
-        completion, text = await self._sample(prompt, self._response_limit(role), hidden, role=role)
-        self.num_actions += 1
-        if completion.stop == "length":  # a response cut in half must not be executed
-            raise self._cut_limit(prompt, completion, role)
-        self._conversations.record(completion.token_ids, text)
-        return Action(text=text, token_ids=completion.token_ids)
 
-    def _cut_limit(self, prompt: Prompt, completion: Completion, role: str) -> EpisodeLimit:
-        sizes = len(prompt.ids), len(completion.token_ids)
-        return cut_limit(*sizes, allowed=self._response_limit(role), limits=self.limits, role=role)
+    def _cut_limit(self, step: Step) -> EpisodeLimit:
+        """The limit that cut this response."""
+        prompt, response, allowed = len(step.prompt_ids), len(step.response_ids), self._response_limit(step.role)
+        if response >= allowed:
+            setting, whose = "max_response_tokens", f" of {step.role!r}" if step.role else ""
+            why = f", {setting}{whose} is {allowed}"
+        else:
+            setting = "max_context_tokens"
+            why = f" after a prompt of {prompt}, {setting} is {self.limits.max_context_tokens}"
+        return EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {response} tokens{why}", setting=setting)
 
     async def _view(self, observation: Observation, context: ContextPolicy, writer: _Writer) -> ContextView:
         if observation.messages is None:
@@ -240,7 +219,7 @@ class Episode:
             if context is not None:
                 view = await self._view(observation, context, _Writer(self, tools, "", may_sample=False))
                 observation = Observation(messages=view.messages)
-            prompt = self._render(observation, tools)
+            _, prompt = self._begin(observation, tools)
         except _SummaryPrompt as summary:
             prompt = summary.prompt
         except (Exception, EpisodeLimit) as error:  # noqa: BLE001 (must not change the stop reason)
@@ -250,7 +229,7 @@ class Episode:
 
     async def _sample(
         self, prompt: Prompt, max_tokens: int, hidden: int | None, stop_texts: Sequence[str] = (), *, role: str
-    ) -> tuple[Completion, str]:
+    ) -> tuple[Step, str]:
         """Sample a response of at most `max_tokens` and record it as a step. Aborted responses are continued.
 
         The returned text ends before a stop text.
@@ -267,7 +246,7 @@ class Episode:
         seed, number = stable_seed(self._seed, self._calls), self._calls
         self._calls += 1
         own = self._sampling.get(role, self._sampling[""])
-        sampling = Sampling(**{**own, "max_tokens": min(room, max_tokens), "seed": seed})
+        sampling = replace(own, max_tokens=min(room, max_tokens), seed=seed)
         completion = await generate_all(self._sampler, prompt, sampling, session=self.episode_id)
         text = said = self.renderer.decode(completion.token_ids)
         if stop_texts:
@@ -292,7 +271,7 @@ class Episode:
         place = bisect(self._numbers, number)
         self.steps.insert(place, step)
         self._numbers.insert(place, number)
-        return completion, said
+        return step, said
 
     def _cut_at(self, completion: Completion, text: str, stop_texts: Sequence[str]) -> tuple[Completion, str, str]:
         """End a response with the token that completes a stop text, as if sampling had ended there. Returns it, its
@@ -322,26 +301,21 @@ class Episode:
         """
         if self.is_closed:
             raise RuntimeError("episode.observe was called after the episode had ended")
-        place = -1 if to is None else self.position(to.number)
-        last = self.steps[place]
-
-        def token_span(start: int, end: int) -> tuple[int, int]:
-            return self.renderer.token_span(last.response_ids, start, end)
-
-        self.steps[place] = attach_transition(last, transition, source=source, seconds=seconds, token_span=token_span)
+        step = self.steps[-1] if to is None else to.step
+        token_span = partial(self.renderer.token_span, step.response_ids)
+        attach_transition(step, transition, source=source, seconds=seconds, token_span=token_span)
         if transition.terminated and transition.stop.is_failure:
             self.fault = f"{source} ended the episode itself, with StopReason.{transition.stop.name}"
 
-    def _check_size(self, observation: Observation) -> None:
+    def _begin(
+        self, observation: Observation, tools: ToolSchemas, among: Sequence[Exchange] | None = None
+    ) -> tuple[Pending, Prompt]:
         limit, size = self.limits.max_context_tokens, self._size(observation)
         if size > limit * MAX_CHARS_PER_TOKEN:
             reason = f"the observation has {size} characters, max_context_tokens is {limit}"
             raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
-
-    def _render(self, observation: Observation, tools: ToolSchemas) -> Prompt:
-        self._check_size(observation)
-        ids = self._conversations.prompt(observation, tools)
-        return Prompt(ids, without_repeats(pictures_of(observation.messages or ())))
+        pending = self._conversations.begin(observation, tools, among=among)
+        return pending, Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
 
     def _size(self, observation: Observation) -> int:
         """Characters, or ids. If a conversation has grown, only its new messages are read."""
@@ -371,18 +345,20 @@ class _Writer:
     may_sample: bool = True  # False: the episode has ended, and only the prompt is needed
 
     def count_tokens(self, messages: list[Message]) -> int:
-        return len(self.episode._render(Observation(messages=messages), self.tools).ids)
+        return len(self._prompt(messages).ids)
 
     async def write(self, messages: list[Message], *, max_tokens: int) -> str:
-        prompt = self.episode._render(Observation(messages=messages), self.tools)
+        prompt = self._prompt(messages)
         if not self.may_sample:
             raise _SummaryPrompt(prompt)
-        completion, text = await self.episode._sample(prompt, max_tokens, None, role=self.role)
+        step, text = await self.episode._sample(prompt, max_tokens, None, role=self.role)
         # Half a summary is used as it is: unlike half an action, it does no harm.
-        empty, is_cut = not strip_reasoning(text), completion.stop == "length"
-        quality: SummaryQuality = "empty" if empty else "cut" if is_cut else "whole"
-        self.episode.steps[-1] = replace(self.episode.steps[-1], summary=quality)
+        quality: SummaryQuality = "cut" if step.is_cut else "whole"
+        self.episode.steps[-1] = replace(step, summary=quality if strip_reasoning(text) else "empty")
         return text
+
+    def _prompt(self, messages: list[Message]) -> Prompt:
+        return self.episode._begin(Observation(messages=messages), self.tools)[1]
 
 
 class _SummaryPrompt(Exception):

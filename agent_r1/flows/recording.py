@@ -24,18 +24,18 @@ class Response:
     """A response that overlapping calls may wait for; see `Episode.respond`."""
 
     text: str  # without the stop token; ends before a stop text
-    token_ids: list[int]  # the sampled ids, up to the end of a stop text
-    logprobs: list[float]
-    prompt_tokens: int
-    is_cut: bool  # a token limit ended it
+    step: Step  # the recorded step; its ids end with a stop text
     extends: bool  # the prompt continues an earlier exchange with its exact ids
     exchange: Exchange  # the exchange that later calls may continue
-    number: int  # number of the call; see `Episode.position`
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.step.response_ids
 
 
 def attach_transition(
     step: Step, transition: Transition, *, source: str, seconds: float = 0.0, token_span: TokenSpan | None = None
-) -> Step:
+) -> None:
     """Add the transition to the step, in a form that a trajectory file can hold. Errors name `source`.
 
     Changes the step itself, which only its episode knows so far: a copy would take longer than all the rest.
@@ -49,7 +49,6 @@ def attach_transition(
     }
     for name, value in changes.items():
         object.__setattr__(step, name, value)
-    return step
 
 
 def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | None) -> ToolCallRecord:

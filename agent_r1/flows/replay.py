@@ -34,7 +34,8 @@ async def replay(env: type[AgentEnv], row: TaskRow, texts: Sequence[str], **env_
         for text in texts:
             transition = await step_env(played, Action(text=text, token_ids=[]))
             step = Step(prompt_ids=[], response_ids=[], response_logprobs=[], action_text=text)
-            steps.append(attach_transition(step, transition, source=f"{env.__name__}.step"))
+            attach_transition(step, transition, source=f"{env.__name__}.step")
+            steps.append(step)
             if transition.terminated:
                 stop = transition.stop
                 break

@@ -174,8 +174,8 @@ class Collector:
         try:
             who, stop = await guarded(self._run(copy_row(row), episode), seconds=self.limits.episode_seconds)
         except EpisodeLimit as limit:
-            episode.reach_limit(limit)
-            return _limited(episode, limit.stop)
+            episode.limit = limit
+            return _limited(episode, limit)
         except TimedOut as late:
             message = f"the episode was {late} (rollout.episode_seconds)"
             return StopReason.TIMEOUT, Failure(kind="timeout", message=message)
@@ -203,10 +203,10 @@ class Collector:
         return type(flow).__name__, await flow.run(row, episode)
 
 
-def _limited(episode: Episode, stop: StopReason) -> tuple[StopReason, Failure | None]:
+def _limited(episode: Episode, limit: EpisodeLimit) -> tuple[StopReason, Failure | None]:
     if episode.steps:
-        return stop, None
-    return StopReason.ERROR, Failure(kind="nothing sampled", message=f"nothing was sampled: {episode.limit_reason}")
+        return limit.stop, None
+    return StopReason.ERROR, Failure(kind="nothing sampled", message=f"nothing was sampled: {limit}")
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

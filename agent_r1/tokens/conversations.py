@@ -1,6 +1,6 @@
 """The conversations of one episode: find the exchange that a prompt continues and keep its sampled ids unchanged.
 
-    prompt(observation) -> ids      record(ids, text)      prompt(observation') -> ids + sampled ids + new ids
+    begin(observation) -> ids      finish(ids, text)      begin(observation') -> ids + sampled ids + new ids
 
 An episode may hold any number of conversations, interleaved and each with its own tools: roles, branches, drafts. A
 prompt continues the exchange that is its longest exact prefix; without one it is rendered from scratch.
@@ -22,7 +22,7 @@ from agent_r1.types import Message, Observation
 MAX_TRIES = 4
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Exchange:
     """A prompt and its response."""
 
@@ -31,12 +31,16 @@ class Exchange:
     ids: list[int]  # prompt, response, then what followed: exchanges of one conversation share the list
     prompt_size: int
     size: int  # tokens of prompt and response
-    length: int  # size of the observation: messages, characters or ids
     text: str
 
     @property
     def is_continued(self) -> bool:
         return len(self.ids) > self.size
+
+    @property
+    def length(self) -> int:
+        """The size of the observation: messages, characters or ids."""
+        return len(self.observation.messages or self.observation.text or self.observation.token_ids or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +55,12 @@ class Pending:
 
 
 class Conversations:
-    """The prompts of one episode: call `prompt`, sample, call `record`, and so on.
-
-    Several prompts can wait for their responses at once: call `begin`, sample, call `finish`.
-    """
+    """The prompts of one episode: call `begin`, sample, call `finish`. Several prompts can wait for their responses."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self.extended = False  # whether the last prompt extends an earlier prompt and its response
         self._renderer = renderer
-        self._pending: Pending | None = None
         self._exchanges: list[Exchange] = []  # shortest observation first; of equally long ones, the oldest first
         self._tools_matter = False  # whether the template has rendered two lists of tools differently
-
-    def prompt(self, observation: Observation, tools: ToolSchemas = ()) -> list[int]:
-        """The exact ids to sample from next."""
-        self._pending = self.begin(observation, tools)
-        self.extended = self._pending.earlier is not None
-        return self._pending.ids
-
-    def record(self, response_ids: Sequence[int], text: str) -> None:
-        """Record the response to the last prompt: its ids with the stop token, and the text that the env gets."""
-        if self._pending is None:
-            raise ValueError("Conversations.record was called without a prompt; call prompt(observation) first")
-        self.finish(self._pending, response_ids, text)
-        self._pending = None
 
     def begin(
         self, observation: Observation, tools: ToolSchemas = (), *, among: Iterable[Exchange] | None = None
@@ -87,7 +73,7 @@ class Conversations:
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
         own_tools = next((known for known in known_tools if known == tools), None)
         return Pending(
-            ids=(earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids) + new if earlier else new[:],
+            ids=earlier.ids[: earlier.size] + new if earlier else new[:],
             observation=_snapshot(observation, earlier),
             tools=deepcopy(tools) if own_tools is None else own_tools,
             earlier=earlier,
@@ -95,22 +81,14 @@ class Conversations:
         )
 
     def finish(self, pending: Pending, response_ids: Sequence[int], text: str) -> Exchange:
-        """Record the response to a prompt, as `record` does, and return the exchange."""
+        """Record the response to a prompt: its ids with the stop token, and the text that the env gets."""
         earlier = pending.earlier
         # One list per conversation, unless it branches: memory grows linearly, and nothing old is copied.
         ids = [] if earlier is None else earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids
         ids += pending.new
         start = len(ids)
         ids += response_ids
-        made = Exchange(
-            observation=pending.observation,
-            tools=pending.tools,
-            ids=ids,
-            prompt_size=start,
-            size=len(ids),
-            length=len(pending.observation.messages or pending.observation.text or pending.observation.token_ids or ()),
-            text=text,
-        )
+        made = Exchange(pending.observation, pending.tools, ids, prompt_size=start, size=len(ids), text=text)
         insort(self._exchanges, made, key=attrgetter("length"))
         return made
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from agent_r1.errors import DataError
@@ -48,11 +47,11 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
 
     def extends(reply: Message, added: Message) -> bool:
         talk = Conversations(renderer)
-        talk.prompt(Observation(messages=[user]), tools)
-        talk.record(renderer.encode_response("probe"), "probe")
-        with suppress(DataError):
-            talk.prompt(Observation(messages=[user, reply, added]), tools)
-        return talk.extended
+        talk.finish(talk.begin(Observation(messages=[user]), tools), renderer.encode_response("probe"), "probe")
+        try:
+            return talk.begin(Observation(messages=[user, reply, added]), tools).earlier is not None
+        except DataError:
+            return False
 
     a, b = (renderer.render(Observation(text=letter)) for letter in "ab")
     joins = renderer.decode(a + b) == "ab"

@@ -68,7 +68,8 @@ class DemoPlayer:
             trajectory = await collector.play(row, episode)
         name = f"demonstration {index} ({row.row_id})"
         _check_calls(name, trajectory)  # first: a bad call may have caused other errors
-        stop = episode.limit or trajectory.stop  # a first prompt that is too long counts as a limit, not as a failure
+        # A first prompt that is too long counts as a limit, not as a failure.
+        stop = trajectory.stop if episode.limit is None else episode.limit.stop
         if stop.is_failure:
             raise DataError(f"{name} failed when played: {trajectory.error}")
         actions = sum(not step.is_summary for step in trajectory.steps)
@@ -108,7 +109,8 @@ class _TooLong:
 
 def _reached(episode: Episode, collector: Collector) -> str:
     """Name the setting that an episode has reached: a role may have a limit of its own."""
-    name = episode.limit_setting
+    assert episode.limit is not None
+    name = episode.limit.setting
     own = collector.role_sampling.get(episode.steps[-1].role) if episode.steps else None
     if own is None or name != "max_response_tokens" or own.max_tokens == collector.sampling.max_tokens:
         return f"rollout.{name} is {getattr(episode.limits, name)}"

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Window, split_exchanges
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation
 from tests.chatml import tokenizer
 from tests.flows.test_context import ONE, TASK, THREE, Author, said, shown, summary
 from tests.tokens.small_tokenizers import FAMILIES, renderer_of, tokenizer_of
+from tests.tokens.talk import Talk
 
 ALTERNATING = (
     "{% set ns = namespace(last='assistant') %}{% for m in messages %}"
@@ -37,7 +37,7 @@ TIGHT: dict[str, Callable[[], ContextPolicy]] = {
 class Writer(Author):
     """Checks that it can be asked: the prompt is one that the last turn grows into."""
 
-    def __init__(self, talk: Conversations, seen: list[int]) -> None:
+    def __init__(self, talk: Talk, seen: list[int]) -> None:
         super().__init__("what I know")
         self.talk, self.seen = talk, seen
 
@@ -51,7 +51,7 @@ class Writer(Author):
 def rendered(renderer: Renderer, policy: ContextPolicy, talk: list[Message], reply: str) -> list[int]:
     """The prompt that shows the end of `talk`, whose last exchange begins with `reply`."""
     before = talk[: len(talk) - len(split_exchanges(talk)[1][-1])]
-    conversations, response = Conversations(renderer), renderer.encode_response(reply)
+    conversations, response = Talk(renderer), renderer.encode_response(reply)
     prompt = conversations.prompt(Observation(messages=before))
     conversations.record(response, reply)
     asyncio.run(policy.prepare(talk, Writer(conversations, prompt + response)))

@@ -76,7 +76,7 @@ def test_a_response_beyond_the_limit_of_its_role_ends_the_episode_and_names_the_
             try:
                 return await super().run(row, episode)
             finally:
-                reasons.append(episode.limit_reason)
+                reasons.append(str(episode.limit))
 
     reasons: list[str] = []
     trajectory, _ = play(Caught, ["why", "a long story"], roles={"teller": {"max_tokens": 5}})

@@ -160,8 +160,9 @@ def test_an_episode_knows_the_budget_that_ended_it_even_before_anything_was_samp
     episode = collect.episode(Episode, "e", 0)
     trajectory = asyncio.run(collect.play(ROW, episode))
     assert len(trajectory.steps) == steps
-    assert episode.limit is (StopReason.MAX_STEPS if steps else StopReason.MAX_TOKENS)
-    assert trajectory.stop is (episode.limit if steps else StopReason.ERROR)
+    assert episode.limit is not None
+    assert episode.limit.stop is (StopReason.MAX_STEPS if steps else StopReason.MAX_TOKENS)
+    assert trajectory.stop is (episode.limit.stop if steps else StopReason.ERROR)
     assert engine.released == ["e"]
 
 
@@ -310,4 +311,4 @@ def test_the_limit_that_ended_an_episode_is_named_with_its_value(limits: dict[st
     collect = collector(engine, make_flow=lambda _: Endless(lambda _: World()), **limits)
     episode = collect.episode(Episode, "e", 0)
     asyncio.run(collect.play(ROW, episode))
-    assert re.fullmatch(reason, episode.limit_reason)
+    assert re.fullmatch(reason, str(episode.limit))

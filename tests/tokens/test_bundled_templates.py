@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from agent_r1.config import RECIPES
 from agent_r1.errors import DataError
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import INDEPENDENT_TURNS, Renderer
 from agent_r1.tokens.template_check import verify_template
@@ -19,6 +18,7 @@ from agent_r1.types import Message, Observation
 from tests.pictures import PICTURE
 from tests.tokens.small_tokenizers import TOOL, template_text
 from tests.tokens.subjects import BUNDLED, CHATML_TOOLS, subject_of
+from tests.tokens.talk import Talk
 
 QUICKSTART = (RECIPES / "quickstart" / "chat_template.jinja").read_text(encoding="utf-8")
 USER: Message = {"role": "user", "content": "Who wrote Faust?"}
@@ -121,7 +121,7 @@ def test_messages_that_it_cannot_write_are_refused(message: Message, problem: st
 
 def test_a_reply_parsed_into_calls_is_extended_exactly() -> None:
     renderer = subject_of("chatml_tools-smollm2").renderer
-    conversation = Conversations(renderer)
+    conversation = Talk(renderer)
     first = conversation.prompt(Observation(messages=[USER]), [TOOL])
     text = f"Let me look.\n{HERMES.write_call('search', {'query': 'Faust'})}"
     conversation.record(renderer.encode_response(text), text)
@@ -144,8 +144,8 @@ def test_rendering_only_new_turns_gives_the_ids_of_the_whole_conversation(family
         whole, count = INDEPENDENT_TURNS.subn("", template)
         assert count == 1
         conversations = [
-            Conversations(Renderer(subject.tokenizer, chat_template=template)),
-            Conversations(Renderer(subject.tokenizer, chat_template=whole)),
+            Talk(Renderer(subject.tokenizer, chat_template=template)),
+            Talk(Renderer(subject.tokenizer, chat_template=whole)),
         ]
         messages = list(first)
         for ids, answers in turns:

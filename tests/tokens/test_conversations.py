@@ -13,10 +13,10 @@ from agent_r1.engines.base import Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.flows.budgets import Limits
 from agent_r1.flows.episode import Episode
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation, Step
 from tests.tokens.small_tokenizers import TOOL, renderer_of, tokenizer_of
+from tests.tokens.talk import Talk
 
 OTHER_TOOL = {"type": "function", "function": {**TOOL["function"], "name": "buy"}}
 Tools = list[dict[str, Any]]
@@ -106,7 +106,7 @@ def test_changed_tools_keep_the_ids_unless_the_template_shows_them(template: str
 
 def test_prompts_may_wait_for_their_responses_at_once() -> None:
     """Two branches of one exchange begin before either has a response."""
-    conversations, start = Conversations(renderer_of("qwen2_5")), [user("?")]
+    conversations, start = Talk(renderer_of("qwen2_5")), [user("?")]
     first = conversations.finish(conversations.begin(Observation(messages=start)), in_letters("hello"), "hello")
     left, right = (
         conversations.begin(Observation(messages=[*start, said("hello"), user(text)]), among=[first]) for text in "lr"
@@ -118,7 +118,7 @@ def test_prompts_may_wait_for_their_responses_at_once() -> None:
 
 
 def test_exchanges_that_the_caller_names_are_continued_even_if_the_messages_after_them_were_rewritten() -> None:
-    conversations, start = Conversations(renderer_of("qwen2_5")), [user("?")]
+    conversations, start = Talk(renderer_of("qwen2_5")), [user("?")]
     first = conversations.finish(conversations.begin(Observation(messages=start)), in_letters("hello"), "hello")
     second = [*start, said("hello"), user("and?")]
     conversations.finish(conversations.begin(Observation(messages=second), among=[first]), in_letters("world"), "world")
@@ -129,7 +129,7 @@ def test_exchanges_that_the_caller_names_are_continued_even_if_the_messages_afte
 
 def test_tools_changed_in_place_are_noticed() -> None:
     tools = [TOOL]
-    conversations = Conversations(renderer_of("qwen2_5"))
+    conversations = Talk(renderer_of("qwen2_5"))
     conversations.prompt(Observation(messages=[user("?")]), tools)
     conversations.record(in_letters("hello world"), "hello world")
     tools.append(OTHER_TOOL)
@@ -171,7 +171,7 @@ def test_ids_before_a_reply_that_was_not_sampled_are_kept() -> None:
 
 
 def test_the_exchanges_of_a_conversation_share_one_list_of_ids() -> None:
-    conversations, messages = Conversations(renderer_of("qwen2_5")), [user("?")]
+    conversations, messages = Talk(renderer_of("qwen2_5")), [user("?")]
     for _ in range(20):
         ids = conversations.prompt(Observation(messages=messages))
         conversations.record(in_letters("hello"), "hello")
@@ -207,7 +207,7 @@ def test_the_cost_of_a_fresh_prompt_does_not_grow_with_the_number_of_exchanges(
     template: str | None, changing: bool
 ) -> None:
     tokenizer, calls = counting_tokenizer()
-    conversations = Conversations(Renderer(tokenizer, chat_template=template))
+    conversations = Talk(Renderer(tokenizer, chat_template=template))
     messages, asked = [user("?")], []
     for number in range(30):
         tools = [{"type": "function", "function": {**TOOL["function"], "name": f"tool{number}"}}] if changing else []
@@ -222,7 +222,7 @@ def test_the_cost_of_a_fresh_prompt_does_not_grow_with_the_number_of_exchanges(
 
 @pytest.mark.parametrize("form", ["messages", "text", "token_ids"])
 def test_any_of_many_branches_from_one_prompt_can_be_continued(form: str) -> None:
-    conversations = Conversations(renderer_of("qwen2_5"))
+    conversations = Talk(renderer_of("qwen2_5"))
     answers = [f"hello world {number}" for number in range(12)]
     stop = "<|im_end|>"
 

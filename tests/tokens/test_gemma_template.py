@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from agent_r1.build.recipe import TEMPLATES
 from agent_r1.errors import DataError
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import INDEPENDENT_TURNS, Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
 from tests.tokens.small_tokenizers import TOOL, template_text, tokenizer_of
+from tests.tokens.talk import Talk
 
 TEMPLATE = (TEMPLATES / "gemma_tools.jinja").read_text(encoding="utf-8")
 USER: Message = {"role": "user", "content": "Who wrote Faust?"}
@@ -74,7 +74,7 @@ def test_calls_are_written_as_hermes_and_results_share_a_turn() -> None:
 def test_rendering_only_new_turns_gives_the_ids_of_the_whole_conversation() -> None:
     whole, count = INDEPENDENT_TURNS.subn("", TEMPLATE)
     assert count == 1
-    conversations = [Conversations(Renderer(tokenizer(), chat_template=each)) for each in (TEMPLATE, whole)]
+    conversations = [Talk(Renderer(tokenizer(), chat_template=each)) for each in (TEMPLATE, whole)]
     messages: list[Message] = [{"role": "system", "content": "Be brief."}, USER]
     for answers in ([{"role": "tool", "content": "Goethe"}], [USER], [USER, {"role": "system", "content": "Note."}]):
         ids = Renderer(tokenizer()).encode_response(CALL)

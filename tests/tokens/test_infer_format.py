@@ -8,7 +8,6 @@ import pytest
 
 from agent_r1 import Reply, ToolEnv
 from agent_r1.errors import ConfigError
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.formats.infer import template_format
 from agent_r1.tokens.formats.retool import RetoolFormat
 from agent_r1.tokens.formats.table import FORMATS
@@ -18,6 +17,7 @@ from agent_r1.types import Action, Observation, TaskRow
 from tests import chatml
 from tests.tokens.format_templates import FAMILIES, Family, family_renderer, renderer_with
 from tests.tokens.small_tokenizers import renderer_of
+from tests.tokens.talk import Talk
 
 
 @tool
@@ -86,7 +86,7 @@ def test_retool_works_with_any_template() -> None:
 
 async def play(renderer: Renderer, env: ToolEnv, text: str) -> str:
     """Play one step and return what the next prompt adds. It begins with the exact ids that were shown and sampled."""
-    conversations = Conversations(renderer)
+    conversations = Talk(renderer)
     first = await env.reset(TaskRow(prompt=[{"role": "user", "content": "1 + 2?"}]))
     prompt = conversations.prompt(first, env.tool_schemas)
     if text.startswith("<think>") and renderer.decode(prompt).rstrip().endswith("<think>"):

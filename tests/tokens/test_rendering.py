@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from agent_r1.tokens.control_tokens import CUT
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import MAX_CACHED_CHARS, Renderer
 from agent_r1.types import Message, Observation
 from tests.tokens.small_tokenizers import FAMILIES, TOOL, renderer_of, template_ids, template_text, tokenizer_of
 from tests.tokens.subjects import subject_of
+from tests.tokens.talk import Talk
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -33,7 +33,7 @@ def test_three_turns_by_hand() -> None:
     turn 2  \\n<|im_start|>user\\n<tool_response>\\nworld\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n ~ok
     turn 3  <|im_end|>\\n<|im_start|>user\\n?<|im_end|>\\n<|im_start|>assistant\\n
     """
-    tokenizer, conversation = tokenizer_of("qwen3"), Conversations(renderer_of("qwen3"))
+    tokenizer, conversation = tokenizer_of("qwen3"), Talk(renderer_of("qwen3"))
 
     def ids(*pieces: str) -> list[int]:
         return [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
@@ -84,7 +84,7 @@ def test_decoding_drops_only_the_final_stop_token() -> None:
 def test_a_stop_token_that_the_template_does_not_use_still_ends_the_turn() -> None:
     tokenizer = tokenizer_of("qwen2_5")
     endoftext = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    conversation = Conversations(Renderer(tokenizer, extra_stop_ids=[endoftext]))
+    conversation = Talk(Renderer(tokenizer, extra_stop_ids=[endoftext]))
     prompt = conversation.prompt(asking(USER))
     conversation.record([endoftext], "")
     after = conversation.prompt(asking(USER, said(""), USER))
@@ -107,9 +107,9 @@ def test_template_kwargs_reach_the_template() -> None:
 # When history is rewritten
 
 
-def after_one_reply(text: str) -> tuple[Conversations, list[Message]]:
+def after_one_reply(text: str) -> tuple[Talk, list[Message]]:
     renderer, messages = renderer_of("qwen2_5"), [USER]
-    conversation = Conversations(renderer)
+    conversation = Talk(renderer)
     conversation.prompt(Observation(messages=messages))
     conversation.record(renderer.encode_response(text), text)
     return conversation, messages
@@ -148,12 +148,10 @@ def test_messages_edited_in_place_count_as_rewritten() -> None:
 
 
 def test_a_prompt_without_a_response_is_not_extended() -> None:
-    conversation = Conversations(renderer_of("qwen2_5"))
+    conversation = Talk(renderer_of("qwen2_5"))
     conversation.prompt(asking(USER))
     conversation.prompt(asking(USER, said("Goethe."), USER))
     assert not conversation.extended
-    with pytest.raises(ValueError, match="call prompt"):
-        Conversations(renderer_of("qwen2_5")).record([1], "x")
 
 
 # Replies that the env takes apart
@@ -190,7 +188,7 @@ RESULT: Message = {"role": "tool", "name": "search", "content": "Goethe <|im_end
 )
 def test_a_reply_parsed_into_calls_is_extended_by_its_exact_ids(name: str, sampled: str, reply: Message) -> None:
     tokenizer, renderer = tokenizer_of(name), renderer_of(name)
-    conversation = Conversations(renderer)
+    conversation = Talk(renderer)
     prompt = conversation.prompt(asking(USER), [TOOL])
     response = tokenizer.encode(sampled, add_special_tokens=False)
     conversation.record(response, renderer.decode(response))
@@ -244,7 +242,7 @@ def test_text_observations_are_tokenised_as_they_are() -> None:
 )
 def test_a_text_that_continues_the_sampled_response_is_extended(more: str, extended: bool) -> None:
     tokenizer, renderer = tokenizer_of("qwen2_5"), renderer_of("qwen2_5")
-    conversation = Conversations(renderer)
+    conversation = Talk(renderer)
     prompt = conversation.prompt(Observation(text="Question: 1 + 2\n"))
     response = [*tokenizer.encode("1"), *tokenizer.encode("+"), *renderer.stop_ids]
     conversation.record(response, "1+")
@@ -255,7 +253,7 @@ def test_a_text_that_continues_the_sampled_response_is_extended(more: str, exten
 
 
 def test_token_ids_are_taken_verbatim() -> None:
-    conversation = Conversations(renderer_of("qwen2_5"))
+    conversation = Talk(renderer_of("qwen2_5"))
     assert conversation.prompt(Observation(token_ids=[5, 6])) == [5, 6]
     conversation.record([7], "x")
     assert conversation.prompt(Observation(token_ids=[5, 6, 7, 8])) == [5, 6, 7, 8]
@@ -286,7 +284,7 @@ def test_a_group_renders_a_prompt_once_and_shares_nothing_mutable(
     asked = [USER, said("Goethe."), {"role": "tool", "content": "1808"}]
     prompts = []
     for _ in range(8):
-        conversation = Conversations(renderer)
+        conversation = Talk(renderer)
         first = conversation.prompt(asking(USER), [TOOL])
         prompts.append(list(first))
         first.clear()

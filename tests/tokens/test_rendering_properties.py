@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
 from tests.tokens.small_tokenizers import FAMILIES, TOOL, template_ids, template_text
 from tests.tokens.subjects import SUBJECTS, Subject, subject_of
+from tests.tokens.talk import Talk
 
 STAND_IN = "@what-was-sampled@"  # in the template's text, for replies whose own text a template may parse
 USER: Message = {"role": "user", "content": "Who wrote Faust?"}
@@ -54,7 +54,7 @@ def test_every_prompt_starts_with_the_exact_prompt_and_response_before_it(name: 
     subject = subject_of(name)
     messages = data.draw(subject.conversations(subject.wild()))
     turns = st.lists(st.tuples(subject.responses(), subject.answers(subject.wild())), min_size=1, max_size=3)
-    conversation = Conversations(subject.renderer)
+    conversation = Talk(subject.renderer)
     prompt_ids = conversation.prompt(Observation(messages=messages))
     as_seen_by_template = list(messages)
     for response_ids, added in data.draw(turns):  # what the model sampled, and what the env adds to it
@@ -90,7 +90,7 @@ def _rest(subject: Subject, messages: list[Message], ended: bool) -> str:
 def test_appending_gives_the_templates_own_text_for_canonical_replies(name: str, data: st.DataObject) -> None:
     subject = subject_of(name)
     contents = subject.clean().map(str.strip)
-    conversation, messages = Conversations(subject.renderer), [USER]
+    conversation, messages = Talk(subject.renderer), [USER]
     for text, added in data.draw(st.lists(st.tuples(contents, subject.answers(contents)), min_size=1, max_size=3)):
         conversation.prompt(Observation(messages=messages))
         conversation.record(subject.renderer.encode_response(text), text)

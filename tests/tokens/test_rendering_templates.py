@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from agent_r1.errors import DataError
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template
 from agent_r1.types import Message, Observation
 from tests.tokens.small_tokenizers import FAMILIES, TOOL, renderer_of, tokenizer_of
+from tests.tokens.talk import Talk
 
 USER: Message = {"role": "user", "content": "Who wrote Faust?"}
 
@@ -70,7 +70,7 @@ def test_a_template_without_end_of_turn_keeps_the_token_that_opens_the_next_turn
         tokenizer, chat_template=template, extra_stop_ids=tokenizer.convert_tokens_to_ids(["<|start|>", "<|call|>"])
     )
     for stop, expected in (("<|start|>", "hi<|start|>?<|message|>"), ("<|call|>", "hi<|call|><|start|>?<|message|>")):
-        conversation = Conversations(renderer)
+        conversation = Talk(renderer)
         prompt = conversation.prompt(asking(USER))
         conversation.record(tokenizer.encode("hi" + stop), "hi")
         after = conversation.prompt(asking(USER, said("hi"), {"role": "user", "content": "?"}))
@@ -149,7 +149,7 @@ def test_parts_of_a_content_cannot_join_into_a_control_token() -> None:
 
 def test_a_reply_in_parts_is_extended() -> None:
     renderer = with_template(PARTS_TEMPLATE)
-    conversation = Conversations(renderer)
+    conversation = Talk(renderer)
     prompt = conversation.prompt(asking(USER))
     response = renderer.encode_response("Goethe.")
     conversation.record(response, "Goethe.")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from agent_r1.tokens.conversations import Conversations
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.tokenizer import fast_decoder, fast_encoder
 from agent_r1.types import Message, Observation
 from tests.tokens.small_tokenizers import FAMILIES, tokenizer_of
+from tests.tokens.talk import Talk
 
 LONG = "the answer is 42. " * 20
 
@@ -78,7 +78,7 @@ def test_independent_turns_of_one_of_several_templates_are_ignored(tokenizer: An
     )
     tokenizer.chat_template = {"default": counting, "tool_use": "{% set independent_turns = true %}" + counting}
     user: Message = {"role": "user", "content": "hello"}
-    conversation, renderer = Conversations(Renderer(tokenizer)), Renderer(tokenizer)
+    conversation, renderer = Talk(Renderer(tokenizer)), Renderer(tokenizer)
     conversation.prompt(Observation(messages=[user]))
     conversation.record(renderer.encode_response("ok"), "ok")
     ids = conversation.prompt(Observation(messages=[user, {"role": "assistant", "content": "ok"}, user]))

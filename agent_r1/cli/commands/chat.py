@@ -161,7 +161,8 @@ class Chat:
             self.history, self.has_past, self.shown = episode.conversation(row), True, []
         else:
             self._context = context
-        full = episode.limit is StopReason.MAX_TOKENS and episode.out_of_room
+        limit = episode.limit
+        full = limit is not None and limit.stop is StopReason.MAX_TOKENS and episode.out_of_room
         instead = "" if _is_in(question, episode.opening) else episode.opening[-1].get("content") or ""
         return Turn(
             steps=trajectory.steps,

@@ -54,8 +54,9 @@ class AgentMode:
         async for event in follow(work, events):
             yield event
         trajectory = work.result()
-        if trajectory.stop.is_failure and not episode.steps and episode.limit is StopReason.MAX_TOKENS:
-            raise context_length_exceeded(f"The conversation is too long: {episode.limit_reason}")
+        limit = None if episode.steps else episode.limit
+        if trajectory.stop.is_failure and limit is not None and limit.stop is StopReason.MAX_TOKENS:
+            raise context_length_exceeded(f"The conversation is too long: {limit}")
         if trajectory.stop.is_failure:
             message = f"the agent failed: {trajectory.error}"
             raise ApiError(500, message[:1000], kind=SERVER, code=f"agent_{trajectory.stop.value}")
@@ -141,7 +142,7 @@ class WatchedEpisode(Episode):
         self, transition: Transition, *, to: Responded | None = None, seconds: float = 0.0, source: str = "the env"
     ) -> None:
         super().observe(transition, to=to, seconds=seconds, source=source)
-        step = len(self.steps) - 1 if to is None else self.position(to.number)
+        step = len(self.steps) - 1 if to is None else self.steps.index(to.step)
         for call in transition.calls:
             result = {"name": call.name, "result": call.result[:MAX_EVENT_CHARS], "failed": call.fault is not None}
             self.tell(Happened(event={"type": "tool_result", "step": step, **result, "seconds": call.seconds}))

@@ -59,7 +59,6 @@ class Node:
     parent: Node | None = None
     children: dict[Key, list[Node]] = field(default_factory=dict)
     exchange: Exchange | None = None  # set for an answer that was sampled here
-    number: int = -1  # number of that answer's call in the episode
 
     @property
     def is_sampled(self) -> bool:
@@ -111,9 +110,9 @@ class History:
             added=[each.entry for each in added],
         )
 
-    def add_answer(self, after: Node, entry: Entry, exchange: Exchange, number: int) -> Node:
+    def add_answer(self, after: Node, entry: Entry, exchange: Exchange) -> Node:
         """Add a sampled answer after a node."""
-        node = Node(entry=entry, parent=after, exchange=exchange, number=number)
+        node = Node(entry=entry, parent=after, exchange=exchange)
         after.children.setdefault(entry.key, []).append(node)
         self._sampled.add(entry.key)
         return node

@@ -106,11 +106,11 @@ class Scribe:
 
     def read(self, response: Response, request: ChatRequest) -> Read:
         """Parse the policy's response. A response that was cut off makes no calls."""
-        text, tools = response.text, [] if response.is_cut else shown_tools(request)
+        text, tools = response.text, [] if response.step.is_cut else shown_tools(request)
         reply = read_reply(text, self.tool_format, tools, parallel=request.parallel_tool_calls)
         # Ids of models repeat from answer to answer, and clients keep calls by their ids.
         calls = tuple(replace(call, call_id=new_id("call")) for call in reply.calls)
-        finish: FinishReason = "length" if response.is_cut else "tool_calls" if calls else "stop"
+        finish: FinishReason = "length" if response.step.is_cut else "tool_calls" if calls else "stop"
         choice = Choice(
             text=reply.text,
             calls=calls,
@@ -121,7 +121,7 @@ class Scribe:
         answer = ChatAnswer(
             model=request.model,
             choices=(choice,),
-            usage=Usage(prompt_tokens=response.prompt_tokens, completion_tokens=len(response.token_ids)),
+            usage=Usage(prompt_tokens=len(response.step.prompt_ids), completion_tokens=len(response.token_ids)),
             answer_id=new_id("chatcmpl"),
             created=now(),
         )
@@ -143,7 +143,7 @@ class Scribe:
         pieces = [self.renderer.decode([token]) for token in response.token_ids]
         return tuple(
             TokenLogprob(token=piece, logprob=logprob, text_bytes=tuple(piece.encode("utf-8", "replace")))
-            for piece, logprob in zip(pieces, response.logprobs, strict=True)
+            for piece, logprob in zip(pieces, response.step.response_logprobs, strict=True)
         )
 
 

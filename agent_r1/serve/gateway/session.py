@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from agent_r1.errors import DataError
 from agent_r1.flows.budgets import EpisodeLimit
 from agent_r1.flows.episode import Episode
-from agent_r1.flows.recording import attach_transition
+from agent_r1.flows.recording import Response
 from agent_r1.serve.gateway.history import Entry, History, Kind, Known, Node, content_text
 from agent_r1.serve.gateway.responses_api import response_id
 from agent_r1.serve.gateway.scribe import Said, Scribe, said_message, shown_tools
@@ -52,7 +52,7 @@ class Reply:
 class Turn:
     """A step, and what its client did with the answer."""
 
-    number: int  # number of the call in the episode
+    response: Response
     kind: Kind
     events: list[Event]
     call_ids: tuple[str, ...]  # ids of the calls among them, as the client knows them
@@ -163,9 +163,9 @@ class Session:
         if kind in COUNTED:
             self.counts[COUNTED[kind]] += 1
         read = self._scribe.read(response, request)
-        node = self._history.add_answer(known.end, read.entry, response.exchange, response.number)
+        node = self._history.add_answer(known.end, read.entry, response.exchange)
         self._turns[node] = Turn(
-            number=response.number,
+            response=response,
             kind=kind,
             events=read.events,
             call_ids=read.entry.call_ids,
@@ -202,21 +202,13 @@ class Session:
             turn.results, turn.seconds = known.added, time.monotonic() - turn.answered
 
     def _attach(self, turn: Turn) -> None:
-        position = self._episode.position(turn.number)
-        step = self._episode.steps[position]
         transition = Transition(
             terminated=True,
             calls=tuple(_records(turn)),
             feedback="\n".join(_text(entry) for entry in turn.results),
             info={"history": turn.kind.value},
         )
-
-        def token_span(start: int, end: int) -> tuple[int, int]:
-            return self._scribe.renderer.token_span(step.response_ids, start, end)
-
-        self._episode.steps[position] = attach_transition(
-            step, transition, source="the agent", seconds=turn.seconds, token_span=token_span
-        )
+        self._episode.observe(transition, to=turn.response, seconds=turn.seconds, source="the agent")
 
 
 def check_supported(request: ChatRequest) -> None:
