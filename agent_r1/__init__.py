@@ -9,25 +9,45 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from agent_r1.api.agent import Agent, Answer
-    from agent_r1.api.results import EvalResult, Transcript
-    from agent_r1.api.run import Run, load_run
-    from agent_r1.api.settings import Config
-    from agent_r1.api.training import evaluate, train
-    from agent_r1.envs.base import AgentEnv
-    from agent_r1.envs.check import check_env, check_tool
-    from agent_r1.envs.text_env import Reply, TextEnv
-    from agent_r1.envs.tool_env import ToolEnv
-    from agent_r1.errors import AgentR1Error, ConfigError, DataError
-    from agent_r1.flows.budgets import EpisodeLimit, Limits
-    from agent_r1.flows.episode import Episode
-    from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
-    from agent_r1.flows.replay import replay
-    from agent_r1.resources import Resource
-    from agent_r1.tools.base import BaseTool, FromRow, ToolError, ToolResult, tool
-    from agent_r1.tools.mcp.tool_set import MCPTools
-    from agent_r1.types import Action, Observation, StopReason, TaskRow, Trajectory, Transition
+if TYPE_CHECKING:  # "as": these names are public
+    from agent_r1.api.agent import Agent as Agent
+    from agent_r1.api.agent import Answer as Answer
+    from agent_r1.api.results import EvalResult as EvalResult
+    from agent_r1.api.results import Transcript as Transcript
+    from agent_r1.api.run import Run as Run
+    from agent_r1.api.run import load_run as load_run
+    from agent_r1.api.settings import Config as Config
+    from agent_r1.api.training import evaluate as evaluate
+    from agent_r1.api.training import train as train
+    from agent_r1.envs.base import AgentEnv as AgentEnv
+    from agent_r1.envs.check import check_env as check_env
+    from agent_r1.envs.check import check_tool as check_tool
+    from agent_r1.envs.text_env import Reply as Reply
+    from agent_r1.envs.text_env import TextEnv as TextEnv
+    from agent_r1.envs.tool_env import ToolEnv as ToolEnv
+    from agent_r1.errors import AgentR1Error as AgentR1Error
+    from agent_r1.errors import ConfigError as ConfigError
+    from agent_r1.errors import DataError as DataError
+    from agent_r1.flows.budgets import EpisodeLimit as EpisodeLimit
+    from agent_r1.flows.budgets import Limits as Limits
+    from agent_r1.flows.episode import Episode as Episode
+    from agent_r1.flows.flow import AgentEnvLoop as AgentEnvLoop
+    from agent_r1.flows.flow import AgentFlowBase as AgentFlowBase
+    from agent_r1.flows.flow import SingleStepFlow as SingleStepFlow
+    from agent_r1.flows.replay import replay as replay
+    from agent_r1.resources import Resource as Resource
+    from agent_r1.tools.base import BaseTool as BaseTool
+    from agent_r1.tools.base import FromRow as FromRow
+    from agent_r1.tools.base import ToolError as ToolError
+    from agent_r1.tools.base import ToolResult as ToolResult
+    from agent_r1.tools.base import tool as tool
+    from agent_r1.tools.mcp.tool_set import MCPTools as MCPTools
+    from agent_r1.types import Action as Action
+    from agent_r1.types import Observation as Observation
+    from agent_r1.types import StopReason as StopReason
+    from agent_r1.types import TaskRow as TaskRow
+    from agent_r1.types import Trajectory as Trajectory
+    from agent_r1.types import Transition as Transition
 
 __version__: str  # the installed version; an editable installation keeps the version of its last `pip install`
 
@@ -53,46 +73,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [
-    "Action",
-    "Agent",
-    "AgentEnv",
-    "AgentEnvLoop",
-    "AgentFlowBase",
-    "AgentR1Error",
-    "Answer",
-    "BaseTool",
-    "Config",
-    "ConfigError",
-    "DataError",
-    "Episode",
-    "EpisodeLimit",
-    "EvalResult",
-    "FromRow",
-    "Limits",
-    "MCPTools",
-    "Observation",
-    "Reply",
-    "Resource",
-    "Run",
-    "SingleStepFlow",
-    "StopReason",
-    "TaskRow",
-    "TextEnv",
-    "ToolEnv",
-    "ToolError",
-    "ToolResult",
-    "Trajectory",
-    "Transcript",
-    "Transition",
-    "check_env",
-    "check_tool",
-    "evaluate",
-    "load_run",
-    "replay",
-    "tool",
-    "train",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
