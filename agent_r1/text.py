@@ -21,6 +21,14 @@ def visible(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
+def cut_middle(text: str, size: int) -> str:
+    """Keep about `size` characters of a long text, half of them from each end, and say how many were cut."""
+    if len(text) <= size:
+        return text
+    head = size // 2
+    return f"{text[:head]}\n[{len(text) - size} characters cut]\n{text[len(text) - (size - head) :]}"
+
+
 def first_names(names: Sequence[str]) -> str:
     """The first names of a long list, for an error message, and how many more there are."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

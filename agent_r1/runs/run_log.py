@@ -9,11 +9,10 @@ from pathlib import Path
 
 from agent_r1.errors import RolloutError
 from agent_r1.places import shown
-from agent_r1.text import visible
+from agent_r1.text import cut_middle, visible
 
 MAX_CHARS = 64 * 2**20  # per command; beyond it, only the first lines of failures are logged, and no process output
-KEPT_LINES = 40  # kept at each end of a record
-KEPT_CHARS = 1000  # kept at each end of a line
+MAX_RECORD_CHARS = 10_000  # of one record; its beginning and its end are kept
 _WORKERS = "agent_r1.envs.processes"
 
 
@@ -55,17 +54,8 @@ class _Bounded(logging.Formatter):
         self.left = MAX_CHARS
 
     def format(self, record: logging.LogRecord) -> str:
-        lines = [_cut(line) for line in visible(super().format(record)).split("\n")]  # people read logs in terminals
+        text = cut_middle(visible(super().format(record)), MAX_RECORD_CHARS)  # people read logs in terminals
         if self.left <= 0:
-            return lines[0] if len(lines) == 1 else f"{lines[0]} ({len(lines) - 1} lines omitted)"
-        if len(lines) > 2 * KEPT_LINES + 1:  # the first line says what failed
-            cut = len(lines) - 2 * KEPT_LINES - 1
-            lines[KEPT_LINES + 1 : -KEPT_LINES] = [f"... ({cut:,} lines cut)"]
-        text = "\n".join(lines)
+            return text.partition("\n")[0]
         self.left -= len(text)
         return text if self.left > 0 else f"{text}\nThe log is full: it has {MAX_CHARS:,} characters."
-
-
-def _cut(line: str) -> str:
-    cut = len(line) - 2 * KEPT_CHARS
-    return line if cut <= 0 else f"{line[:KEPT_CHARS]}... ({cut:,} characters cut) ...{line[-KEPT_CHARS:]}"

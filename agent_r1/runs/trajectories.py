@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ TRAINED, EVALUATED = "train_*", "eval_*"  # stems of files with training episode
 JSON_ERRORS = "backslashreplace"  # writes a lone surrogate as JSON does, "\udc80"
 Numbers = Mapping[str, PerToken]  # name -> [step][response token]
 COMPUTED = ("advantages", "ratios", "entropies")  # values per token that a step's record may hold beside the step
+Find = Callable[[Sequence[str]], tuple[Picture, ...]]  # names of pictures -> the pictures
 Record = dict[str, Any]  # one trajectory as JSON, with numbers per token and its row's prompt and ground truth
 
 
@@ -63,7 +64,6 @@ def trajectory_to_json(trajectory: Trajectory, numbers: Numbers | None = None) -
 
 def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajectory:
     """`pictures`: the folder with the pictures that the record names."""
-
     load = cache(partial(load_picture, pictures))  # every later step shows a picture again
 
     def find(names: Sequence[str]) -> tuple[Picture, ...]:
@@ -72,22 +72,17 @@ def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajec
     try:
         if record.get("format", 1) > FORMAT:
             raise ValueError(f"it has format {record['format']}, but this version reads up to {FORMAT}")
-        return Trajectory(
-            row_id=record["row_id"],
-            trajectory_id=record["trajectory_id"],
-            steps=[_step_from_json(step, find) for step in record["steps"]],
-            stop=StopReason(record["stop"]),
-            outcome_reward=float(record["outcome_reward"]),
-            reward_components={name: float(value) for name, value in record["reward_components"].items()},
-            failure=_failure_from_json(record),
-            started=record.get("started"),
-            seconds=record["seconds"],
-            next_prompt_ids=record.get("next_prompt_ids", []),  # missing in format 1
-            next_pictures=find(record.get("next_pictures", ())),
-            opening=record.get("opening", []),
-            counts={name: float(value) for name, value in record.get("counts", {}).items()},
-            log=record.get("log", ""),
-        )
+        known = {field.name: record[field.name] for field in fields(Trajectory) if field.name in record}
+        known |= {
+            "steps": [_step_from_json(step, find) for step in record["steps"]],
+            "stop": StopReason(record["stop"]),
+            "outcome_reward": float(record["outcome_reward"]),
+            "reward_components": _floats(record["reward_components"]),
+            "failure": _failure_from_json(record),
+            "next_pictures": find(record.get("next_pictures", ())),
+            "counts": _floats(record.get("counts", {})),
+        }
+        return Trajectory(**known)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"not a trajectory record: {type(error).__name__}: {error}") from error
 
@@ -113,7 +108,7 @@ def write_groups(path: Path, groups: Iterable[Group], numbers: Mapping[str, Numb
 class RecordFile:
     """The records of one file, counted and read by position, also while another process is writing it.
 
-    Gzipped files (`.jsonl.gz`) have no index: reading the n-th record reads those before it.
+    Gzipped files (`.jsonl.gz`) have no index on disk, and are read from their start to a record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,30 +119,27 @@ class RecordFile:
         self._lacks_newline = False  # whether the last of these lines lacks its newline
 
     def __len__(self) -> int:
-        if self._is_gzip:
-            return sum(1 for _ in self._lines())
         self._update()
         return len(self._ends)
 
     def __getitem__(self, position: int) -> Record:
         """Return a record. Raises IndexError if there are fewer."""
-        if position < 0:
-            position += len(self)
-        line = next(islice(self._lines(), position, None), None) if self._is_gzip else self._read_line(position)
-        if line is None:
-            raise IndexError(f"{self.path} has {len(self)} records, so there is no record {position}")
-        return self._parse(line, position)
+        count = len(self)
+        if not -count <= position < count:
+            raise IndexError(f"{self.path} has {count} records, so there is no record {position}")
+        return self._parse(next(self.lines(position % count)), position % count)
 
     def __iter__(self) -> Iterator[Record]:
-        for position, line in enumerate(self._lines()):
+        for position, line in enumerate(self.lines()):
             yield self._parse(line, position)
 
     def lines(self, start: int = 0) -> Iterator[bytes]:
         """Return the complete lines from a position on, not parsed."""
-        if self._is_gzip or start == 0:
-            return islice(self._lines(), start, None)
-        self._update()
-        return self._lines(self._ends[start - 1]) if start <= len(self._ends) else iter(())
+        if start > 0:
+            self._update()
+        if start > len(self._ends):
+            return iter(())
+        return self._lines(self._ends[start - 1] if start else 0, start)
 
     def trajectories(self) -> Iterator[Trajectory]:
         for position, record in enumerate(self):
@@ -156,8 +148,7 @@ class RecordFile:
             except DataError as error:
                 raise DataError(f"{self.path} line {position + 1}: {error}") from error
 
-    def _lines(self, offset: int = 0) -> Iterator[bytes]:
-        number = 0
+    def _lines(self, offset: int, position: int) -> Iterator[bytes]:
         try:
             with gzip.open(self.path) if self._is_gzip else self.path.open("rb") as file:
                 file.seek(offset)
@@ -165,9 +156,9 @@ class RecordFile:
                     if not _is_complete(line):
                         return
                     yield line
-                    number += 1
+                    position += 1
         except (EOFError, OSError, zlib.error) as error:  # a damaged gzip file
-            raise DataError(f"{self.path} line {number + 1}: {error}") from error
+            raise DataError(f"{self.path} line {position + 1}: {error}") from error
 
     def _parse(self, line: bytes, position: int) -> Record:
         try:
@@ -178,31 +169,19 @@ class RecordFile:
             raise DataError(f"{self.path} line {position + 1}: {error}") from error
         return record
 
-    def _read_line(self, position: int) -> bytes | None:
-        self._update()
-        if position >= len(self._ends):
-            return None
-        start = self._ends[position - 1] if position else 0
-        with self.path.open("rb") as file:
-            file.seek(start)
-            return file.read(self._ends[position] - start)
-
     def _update(self) -> None:
         """Make `_ends` cover every complete line that the file has now."""
         size = self.path.stat().st_size
         if size == self._size:
             return
         if size < self._size or not self._ends or self._lacks_newline:  # replaced, new to us, or continued
-            self._ends = self._read_index(size)
-        is_indexed = bool(self._ends)
-        end = self._ends[-1] if is_indexed else 0
-        with self.path.open("rb") as file:
-            file.seek(end)
-            for line in file:
-                if _is_complete(line):
-                    end += len(line)
-                    self._ends.append(end)
-                    self._lacks_newline = not line.endswith(b"\n")
+            self._ends = array("Q") if self._is_gzip else self._read_index(size)
+        is_indexed = bool(self._ends) or self._is_gzip
+        end = self._ends[-1] if self._ends else 0
+        for line in self._lines(end, len(self._ends)):
+            end += len(line)
+            self._ends.append(end)
+            self._lacks_newline = not line.endswith(b"\n")
         self._size = size
         if self._ends and not is_indexed:
             with suppress(OSError), write_atomically(_index_path(self.path)) as part:  # the run may be read-only
@@ -288,10 +267,10 @@ def _index_path(path: Path) -> Path:
 
 
 def _failure_from_json(record: Mapping[str, Any]) -> Failure | None:
-    if (failure := record.get("failure")) is not None:
-        return Failure(**failure)
-    error = record["error"]  # format 1 has only this text
-    return None if error is None else Failure(kind=error, message=error)
+    failure, error = record.get("failure"), record["error"]
+    if failure is None and error is not None:  # format 1 has only this text
+        failure = {"kind": error, "message": error}
+    return None if failure is None else Failure(**failure)
 
 
 def _fields(item: Failure | Step | ToolCallRecord | Trajectory) -> Record:
@@ -326,27 +305,23 @@ def _pictures_of(group: Group) -> Iterator[Picture]:
         yield from trajectory.next_pictures
 
 
-def _step_from_json(record: Mapping[str, Any], find: Callable[[Sequence[str]], tuple[Picture, ...]]) -> Step:
+def _step_from_json(record: Mapping[str, Any], find: Find) -> Step:
     known = {key: value for key, value in record.items() if key not in COMPUTED}
     known["response_logprobs"] = list(map(float, record["response_logprobs"]))
     version = known.pop("policy_version", 0)  # format 1 has one version for the whole step
     known["versions"] = tuple(map(tuple, record.get("versions", [(version, len(record["response_ids"]))])))
-    known["calls"] = tuple(
-        ToolCallRecord(
-            **{
-                **call,
-                "text_span": tuple(call["text_span"]),
-                "token_span": _span(call["token_span"]),
-                "pictures": find(call.get("pictures", ())),
-            }
-        )
-        for call in record["calls"]
-    )
+    known["calls"] = tuple(_call_from_json(call, find) for call in record["calls"])
     known["pictures"] = find(record.get("pictures", ()))
     if (support := record.get("support")) is not None:
         known["support"] = Support(**{name: b64decode(packed) for name, packed in support.items()})
     return Step(**known)
 
 
-def _span(value: Sequence[int] | None) -> tuple[int, int] | None:
-    return None if value is None else (value[0], value[1])
+def _call_from_json(record: Mapping[str, Any], find: Find) -> ToolCallRecord:
+    span = record["token_span"]
+    spans = {"text_span": tuple(record["text_span"]), "token_span": None if span is None else tuple(span)}
+    return ToolCallRecord(**{**record, **spans, "pictures": find(record.get("pictures", ()))})
+
+
+def _floats(stored: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in stored.items()}

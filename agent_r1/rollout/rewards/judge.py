@@ -28,7 +28,7 @@ from agent_r1.errors import ConfigError, at_least
 from agent_r1.guard import describe, guarded
 from agent_r1.rollout.rewards.attempts import Attempts, PerLoop, ScoringError, TransientError
 from agent_r1.rollout.scoring import MAX_CONCURRENT
-from agent_r1.text import sanitize
+from agent_r1.text import cut_middle, sanitize
 from agent_r1.types import Message, TaskRow, Trajectory
 
 MAX_SHOWN_CHARS = 500  # how much of a server's text an error quotes
@@ -222,11 +222,4 @@ def _cut_longest(texts: Sequence[str], max_chars: int) -> list[str]:
     for done, index in enumerate(sorted(range(len(texts)), key=lambda index: len(texts[index]))):
         kept[index] = min(len(texts[index]), left // (len(texts) - done))
         left -= kept[index]
-    return [_cut_middle(text, kept[index]) for index, text in enumerate(texts)]
-
-
-def _cut_middle(text: str, size: int) -> str:
-    if len(text) <= size:
-        return text
-    head = size // 2
-    return f"{text[:head]}\n[{len(text) - size} characters cut]\n{text[len(text) - (size - head) :]}"
+    return [cut_middle(text, kept[index]) for index, text in enumerate(texts)]
