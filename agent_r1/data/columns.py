@@ -56,9 +56,7 @@ def _find(field: str, name: str, record: Mapping[str, Any], place: str) -> Any:
         elif isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
             value = value[int(key)]
         else:
-            known = (
-                value if isinstance(value, Mapping) else map(str, range(len(value))) if isinstance(value, list) else ()
-            )
+            known = value if isinstance(value, Mapping) else ()
             raise DataError(
                 f"{place}: data.map.{field}={name!r} names no column: no {key!r}.{did_you_mean(key, known)}"
             )

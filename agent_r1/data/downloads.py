@@ -46,7 +46,9 @@ def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
     Without a hash (None), the caller must check the content.
     """
     if to.exists():
-        if sha256 is not None and (digest := _hash_of(to)) != sha256:
+        with to.open("rb") as file:
+            digest = sha256 and hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != sha256:
             raise DataError(
                 f"{to} has sha256 {digest}, but {sha256} was expected: it is damaged or a different file. Delete it to "
                 f"fetch {url} again"
@@ -63,11 +65,6 @@ def fetch(url: str, to: Path, *, sha256: str | None, report: Report) -> Path:
             "data.path to a folder that holds the recipe's data"
         ) from error
     return to
-
-
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(url: str, to: Path, report: Report) -> str:

@@ -17,34 +17,24 @@ from agent_r1.errors import DataError
 from agent_r1.types import TaskRow
 from agent_r1.vision.pictures import Picture
 
+HASHED = ("row_id", "prompt", "ground_truth", "env_kwargs", "data_source")
 HASH_DIGITS = 12  # 48 bits: among a thousand panels, a collision has odds of one in half a billion
 
 
 def panel_hash(rows: Iterable[TaskRow]) -> str:
-    """Hash row_id, prompt, ground truth, env_kwargs and data_source of every row, in order."""
+    """Hash the `HASHED` fields of every row, in order."""
     digest = hashlib.sha256()
     for row in rows:
-        content = {
-            "row_id": row.row_id,
-            "prompt": row.prompt,
-            "ground_truth": row.ground_truth,
-            "env_kwargs": row.env_kwargs,
-            "data_source": row.data_source,
-        }
-        digest.update(_canonical(content, row.row_id).encode())
-        digest.update(b"\n")
+        content = {name: getattr(row, name) for name in HASHED}
+        try:
+            # JSON with a unique spelling.
+            digest.update(json.dumps(_plain(content), sort_keys=True, separators=(",", ":")).encode() + b"\n")
+        except TypeError as error:
+            raise DataError(
+                f"row {row.row_id!r} cannot be evaluated on: {error}. Use text, numbers, lists and mappings in "
+                "prompts, ground truths and env_kwargs"
+            ) from None
     return digest.hexdigest()[:HASH_DIGITS]
-
-
-def _canonical(content: Mapping[str, Any], row_id: str) -> str:
-    """Return JSON with a unique spelling: sorted keys, no spaces, ASCII."""
-    try:
-        return json.dumps(_plain(content), sort_keys=True, separators=(",", ":"))
-    except TypeError as error:
-        raise DataError(
-            f"row {row_id!r} cannot be evaluated on: {error}. Use text, numbers, lists and mappings in prompts, ground "
-            "truths and env_kwargs"
-        ) from None
 
 
 def _plain(value: Any) -> Any:

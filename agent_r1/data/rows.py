@@ -157,30 +157,25 @@ def _messages(prompt: Any, place: str) -> list[Message]:
         return [{"role": "user", "content": prompt}]
     # Any container: pandas and datasets give arrays. Environments may provide everything, so the list may be empty.
     is_list = isinstance(prompt, Iterable) and not isinstance(prompt, str | Mapping)
-    messages: list[Any] = list(prompt) if is_list else [None]
-    if not all(map(_is_message, messages)):
+    messages = list(map(_message, prompt)) if is_list else [None]
+    if None in messages:
         raise DataError(f"{place}: prompt must be text or a list of {{role, content}}, got {str(prompt)[:120]}")
-    return [
-        {"content": None, **_in_lists(message)} if "tool_calls" in message else _in_lists(message)
-        for message in messages
-    ]
+    return [message for message in messages if message is not None]
 
 
-def _in_lists(message: Mapping[str, Any]) -> Message:
-    content = message.get("content")
-    return (
-        dict(message) if content is None or isinstance(content, str | list) else {**message, "content": list(content)}
-    )
-
-
-def _is_message(message: Any) -> bool:
-    """Whether this is a message: its content is text or parts, and may be missing beside tool calls."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return False
-    content = message.get("content")
-    if content is None:
-        return "content" in message or "tool_calls" in message
-    return isinstance(content, Iterable) and not isinstance(content, Mapping)
+def _message(item: Any) -> Message | None:
+    """Return the message with a content of text, parts or None, which may be missing beside tool calls; None if it is
+    not a message."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
+        return None
+    content = item.get("content")
+    if isinstance(content, Mapping) or not ("content" in item or "tool_calls" in item):
+        return None
+    if not isinstance(content, str | None):
+        if not isinstance(content, Iterable):
+            return None
+        content = list(content)
+    return {**item, "content": content}
 
 
 def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:

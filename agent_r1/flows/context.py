@@ -21,10 +21,9 @@ import json
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -132,7 +131,6 @@ class Notes(ContextPolicy):
     turns: int
     notes: int  # earlier exchanges to show
     note_chars: int  # maximum characters of each exchange
-    _word_counts: dict[str, Counter[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     async def show(self, messages: list[Message]) -> ContextView:
         opening, exchanges, old = self._split(messages, self.turns)
@@ -140,18 +138,13 @@ class Notes(ContextPolicy):
             return ContextView(messages=messages, hidden=0)
         texts = [_exchange_texts(exchanges[index]) for index in old]
         observation = "\n".join(map(_message_text, exchanges[-1][1:]))
-        scores = score_texts(observation, [self._count_words("\n".join(text)) for text in texts])
+        scores = score_texts(observation, [count_words("\n".join(text)) for text in texts])
         # Later exchanges win ties: if nothing is relevant, the most recent is the best guess.
         best = sorted(range(len(old)), key=lambda place: (scores[place], place))[-self.notes :]
         chosen = [f"[{old[place] + 1}] {self._note(*texts[place])}" for place in sorted(best)]
         noted = append_text(opening, "\n".join([NOTES_TITLE, *chosen]), from_tool=True)
         kept = _flatten(exchanges, without=old)
         return ContextView(messages=noted + kept, hidden=len(messages) - len(opening) - len(kept))
-
-    def _count_words(self, text: str) -> Counter[str]:
-        if text not in self._word_counts:
-            self._word_counts[text] = count_words(text)
-        return self._word_counts[text]
 
     def _note(self, reply: str, results: str) -> str:
         """Reply and results get half of the room each; what one does not need, the other may use."""

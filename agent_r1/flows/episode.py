@@ -11,7 +11,8 @@ import logging
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,22 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_CHARS_PER_TOKEN = 256
 
 ToolSchemas = list[dict[str, Any]]
-
-
-class _Call:
-    """A running call of an episode. A class, because generators take longer to enter and leave."""
-
-    def __init__(self, episode: Episode) -> None:
-        self._episode, self._task = episode, asyncio.current_task()
-
-    def __enter__(self) -> None:
-        self._episode._acting.add(self._task)
-        self._episode.limit = None  # a flow may catch a limit and continue with a shorter conversation
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, EpisodeLimit):
-            self._episode.limit = error
-        self._episode._acting.discard(self._task)
 
 
 class Episode:
@@ -123,10 +108,10 @@ class Episode:
             raise RuntimeError(f"episode.act was called {when}")
         self._check_role(role)
         tools, hidden = tools or [], None
-        with _Call(self):
+        with self._calling():
             await self._check_steps(observation, tools, context)
             self.messages = observation.messages or self.messages
-            await self._check_first(observation)
+            await self._receive(observation)
             if context is not None:
                 view = await self._view(observation, context, _Writer(self, tools, role))
                 observation, hidden = Observation(messages=view.messages), view.hidden
@@ -155,9 +140,9 @@ class Episode:
         if self.is_closed:
             raise RuntimeError("episode.respond was called after the episode had ended")
         self._check_role(role)
-        with _Call(self):
+        with self._calling():
             await self._check_steps(observation, tools or [], None)
-            await self._check_first(observation)
+            await self._receive(observation)
             pending, prompt = self._begin(observation, tools or [], after)
             own = self._response_limit(role)
             wanted = own if max_tokens is None else min(own, max_tokens)
@@ -167,6 +152,20 @@ class Episode:
             if step.is_cut and (wanted == own or full):
                 self.limit = self._cut_limit(step)
             return Response(text=text, step=step, extends=pending.earlier is not None, exchange=exchange)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Note a running call, and the limit that it reaches."""
+        task = asyncio.current_task()
+        self._acting.add(task)
+        self.limit = None  # a flow may catch a limit and continue with a shorter conversation
+        try:
+            yield
+        except EpisodeLimit as limit:
+            self.limit = limit
+            raise
+        finally:
+            self._acting.discard(task)
 
     def _check_role(self, role: str) -> None:
         if role and role not in self.roles:
@@ -183,7 +182,8 @@ class Episode:
             self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
             raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}", setting="max_steps")
 
-    async def _check_first(self, observation: Observation) -> None:
+    async def _receive(self, observation: Observation) -> None:
+        """Keep the first observation for people, and refuse damaged pictures."""
         self.opening = self.opening or sanitize_messages(observation.messages or [])
         await _check_pictures(observation)
 

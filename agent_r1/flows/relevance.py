@@ -9,12 +9,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 K1, B = 1.5, 0.75  # the usual values: how fast a repeated word stops counting, and how much long texts are held back
 MAX_CHARS, MAX_QUERY_CHARS = 20_000, 4_000  # the rest is ignored
 _WORD = re.compile(r"\w+")
 
 
+@lru_cache(4096)  # every later step of an episode counts the same words
 def count_words(text: str) -> Counter[str]:
     return Counter(_words(text[:MAX_CHARS]))
 

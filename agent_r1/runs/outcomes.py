@@ -20,7 +20,7 @@ from agent_r1.data.files import dump_json, read_json
 from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.runs.statistics import standard_error
-from agent_r1.runs.trajectories import JSON_ERRORS
+from agent_r1.runs.trajectories import JSON_ERRORS, as_floats
 from agent_r1.types import Trajectory
 
 FORMAT = 1  # format of the files
@@ -121,15 +121,11 @@ class EvalRecord:
                 raise ValueError("it has no rows")
             subject = Subject(**{item.name: record[item.name] for item in fields(Subject)})
             rest = {item.name: record[item.name] for item in fields(cls) if item.name != "subject"}
-            rest["metrics"] = _numbers(rest["metrics"])
-            rest["outcomes"] = {row: _numbers(measured) for row, measured in rest["outcomes"].items()}
+            rest["metrics"] = as_floats(rest["metrics"])
+            rest["outcomes"] = {row: as_floats(measured) for row, measured in rest["outcomes"].items()}
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path} is not an evaluation: {type(error).__name__}: {error}") from error
         return cls(subject=subject, **rest)
-
-
-def _numbers(stored: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in stored.items()}  # reads "NaN" too
 
 
 def is_success(trajectory: Trajectory, success_reward: float) -> bool:

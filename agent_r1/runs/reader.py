@@ -29,6 +29,9 @@ class RunReader:
 
     def __init__(self, path: Path) -> None:
         self.path = anchored(path)
+        self.checkpoints, self.reference = self.path / "checkpoints", self.path / "reference"
+        self.evals = self.path / "evals"
+        self.log_file = self.path / "run.log"
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -59,22 +62,6 @@ class RunReader:
         path = self.path / "versions.json"
         found: list[dict[str, str]] = read_json(path.read_text(encoding="utf-8")) if path.exists() else []
         return found
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        return self.path / "reference"
-
-    @property
-    def evals(self) -> Path:
-        return self.path / "evals"
-
-    @property
-    def log_file(self) -> Path:
-        return self.path / "run.log"
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return all records of `metrics.jsonl`, or those of one kind: train, eval, sft or collect."""

@@ -22,9 +22,10 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -179,15 +180,12 @@ def new_run_path(name: str, *, seed: int, suffix: str = "", root: Path = Path("r
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
     root = anchored(root)
     _make_folder(root)  # outside the loop: if the root cannot be created, another number does not help
-    number = 1
-    while True:
+    for number in count(1):
         path = root / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return path
+            break
+    return path
 
 
 def _make_folder(path: Path) -> None:

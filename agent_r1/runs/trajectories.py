@@ -77,10 +77,10 @@ def trajectory_from_json(record: Record, pictures: Path | None = None) -> Trajec
             "steps": [_step_from_json(step, find) for step in record["steps"]],
             "stop": StopReason(record["stop"]),
             "outcome_reward": float(record["outcome_reward"]),
-            "reward_components": _floats(record["reward_components"]),
+            "reward_components": as_floats(record["reward_components"]),
             "failure": _failure_from_json(record),
             "next_pictures": find(record.get("next_pictures", ())),
-            "counts": _floats(record.get("counts", {})),
+            "counts": as_floats(record.get("counts", {})),
         }
         return Trajectory(**known)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -323,5 +323,6 @@ def _call_from_json(record: Mapping[str, Any], find: Find) -> ToolCallRecord:
     return ToolCallRecord(**{**record, **spans, "pictures": find(record.get("pictures", ()))})
 
 
-def _floats(stored: Mapping[str, Any]) -> dict[str, float]:
+def as_floats(stored: Mapping[str, Any]) -> dict[str, float]:
+    """Read stored numbers, of which "NaN" is one too."""
     return {name: float(value) for name, value in stored.items()}
