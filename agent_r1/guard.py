@@ -149,7 +149,7 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     return await value if inspect.isawaitable(value) else value
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Any) -> bool:
     """Whether a function or callable object is async."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

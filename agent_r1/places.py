@@ -11,14 +11,12 @@ _start: Path | None = None
 _uses, _lock = 0, Lock()
 
 
-def started_here() -> AbstractContextManager[None]:
+class StartedHere(AbstractContextManager[None]):
     """Resolve relative paths against the current working directory. If uses overlap (nested, or in several threads),
-    the directory of the first one applies until the last one ends."""
-    return _StartedHere()
+    the directory of the first one applies until the last one ends.
 
-
-class _StartedHere(AbstractContextManager[None]):
-    """A class, because a generator ends its use as soon as it is garbage-collected."""
+    A class, because a generator ends its use as soon as it is garbage-collected.
+    """
 
     def __enter__(self) -> None:
         global _start, _uses
@@ -33,7 +31,7 @@ class _StartedHere(AbstractContextManager[None]):
 
 
 def anchored(path: str | Path) -> Path:
-    """Return the absolute path with `~` expanded. Outside `started_here`, the working directory is the base."""
+    """Return the absolute path with `~` expanded. Outside `StartedHere`, the working directory is the base."""
     return (_start or Path.cwd()) / Path(path).expanduser()
 
 

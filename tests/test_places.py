@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.places import anchored, started_here
+from agent_r1.places import StartedHere, anchored
 
 
 def test_uses_that_overlap_keep_the_first_directory_until_the_last_one_ends(
@@ -14,7 +14,7 @@ def test_uses_that_overlap_keep_the_first_directory_until_the_last_one_ends(
 ) -> None:
     """As those of two threads do, whose order of ending is not that of nested blocks."""
     monkeypatch.chdir(tmp_path)
-    first, second = started_here(), started_here()
+    first, second = StartedHere(), StartedHere()
     first.__enter__()
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")

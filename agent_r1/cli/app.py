@@ -28,7 +28,7 @@ from agent_r1.cli.search_command import app as search
 from agent_r1.cli.terminal import Terminal, exit_despite_threads, report_signals, steady_streams, tell
 from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
 from agent_r1.errors import AgentR1Error, ConfigError
-from agent_r1.places import started_here
+from agent_r1.places import StartedHere
 
 
 class Stopped(Exception):
@@ -363,7 +363,7 @@ def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
 def command_line() -> None:
     """Run the command in `sys.argv`; always ends in SystemExit."""
     try:
-        with started_here():
+        with StartedHere():
             app()
     except (AgentR1Error, OSError) as error:
         tell(Text.assemble(("error:", "bold red"), f" {error}"))

@@ -28,7 +28,7 @@ from agent_r1.config import RunConfig
 from agent_r1.envs.base import call_env
 from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
-from agent_r1.places import started_here
+from agent_r1.places import StartedHere
 from agent_r1.ranks.rank_crew import RankCrew
 from agent_r1.train.rng import deterministic
 
@@ -76,7 +76,7 @@ def interruptible(
     _at_work[threading.get_ident()] = lambda: loop.call_soon_threadsafe(stop, signal.SIGINT)
     try:
         with (
-            started_here(),
+            StartedHere(),
             deterministic(config.trainer.deterministic),
             watch_for_blocking(loop, partial(_warn, console, crew)),
         ):

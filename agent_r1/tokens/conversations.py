@@ -60,7 +60,6 @@ class Conversations:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._exchanges: list[Exchange] = []  # shortest observation first; of equally long ones, the oldest first
-        self._tools_matter = False  # whether the template has rendered two lists of tools differently
 
     def begin(
         self, observation: Observation, tools: ToolSchemas = (), *, among: Iterable[Exchange] | None = None
@@ -97,33 +96,25 @@ class Conversations:
     ) -> tuple[Exchange | None, list[int]]:
         """Find the exchange that the observation continues, and the ids that follow it. If there is none, return all
         ids."""
-        candidates = self._candidates(observation, tools) if among is None else among
-        for exchange in islice(candidates, MAX_TRIES):
+        candidates = self._candidates(observation) if among is None else among
+        for exchange in islice((each for each in candidates if each.tools == tools), MAX_TRIES):
             before, said = exchange.observation, exchange.ids[exchange.prompt_size : exchange.size]
             if observation.token_ids is not None:
                 new: list[int] | None = observation.token_ids[exchange.size :]
             else:
                 new = self._renderer.new_ids(before, said, exchange.text, observation, tools)
-            if new is not None and self._shows_the_same(exchange, tools):
+            if new is not None:
                 return exchange, new
         return None, self._renderer.render(observation, tools)
 
-    def _candidates(self, observation: Observation, tools: ToolSchemas) -> Iterator[Exchange]:
+    def _candidates(self, observation: Observation) -> Iterator[Exchange]:
         """Yield the exchanges that the observation may continue, judged without the template. The longest comes first;
         among equally long ones, the latest."""
         for exchange in reversed(self._exchanges):
             if exchange.is_continued and _adds_replies(exchange, observation):
                 continue
-            if _may_follow(exchange, observation) and not (self._tools_matter and tools != exchange.tools):
+            if _may_follow(exchange, observation):
                 yield exchange
-
-    def _shows_the_same(self, exchange: Exchange, tools: ToolSchemas) -> bool:
-        """Whether these tools render the same prompt: they are equal, or the template ignores them."""
-        if tools == exchange.tools:
-            return True
-        before, now = (self._renderer.render(exchange.observation, each) for each in (exchange.tools, tools))
-        self._tools_matter = before != now
-        return before == now
 
 
 def _may_follow(exchange: Exchange, observation: Observation) -> bool:

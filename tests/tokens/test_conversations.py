@@ -86,24 +86,6 @@ def test_each_prompt_shows_its_own_tools() -> None:
     assert ['"buy"' in text for text in shown] == [False, True]
 
 
-@pytest.mark.parametrize(("template", "kept"), [(None, False), ("plain", True)], ids=["tools shown", "tools ignored"])
-def test_changed_tools_keep_the_ids_unless_the_template_shows_them(template: str | None, kept: bool) -> None:
-    plain = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    renderer = Renderer(tokenizer_of("qwen2_5"), chat_template=plain if template else None)
-
-    async def play() -> list[Step]:
-        playing = episode([in_letters("hello world")] * 2, renderer)
-        await playing.act(Observation(messages=[user("?")]), tools=[TOOL])
-        await playing.act(Observation(messages=[user("?"), said("hello world"), user("!")]), tools=[OTHER_TOOL])
-        return playing.steps
-
-    first, second = asyncio.run(play())
-    assert exact(first, second) is kept
-
-
 def test_prompts_may_wait_for_their_responses_at_once() -> None:
     """Two branches of one exchange begin before either has a response."""
     conversations, start = Talk(renderer_of("qwen2_5")), [user("?")]

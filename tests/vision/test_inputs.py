@@ -19,7 +19,7 @@ from PIL import Image
 
 from agent_r1.data.rows import load_rows, row_from_record
 from agent_r1.errors import DataError
-from agent_r1.places import started_here
+from agent_r1.places import StartedHere
 from agent_r1.tools.base import ToolResult, tool
 from agent_r1.types import Observation, StopReason
 from agent_r1.vision.picture_store import load_picture, store_pictures
@@ -82,7 +82,7 @@ def test_relative_paths_start_in_the_folder_of_the_rows_or_where_the_program_was
 ) -> None:
     assert as_picture(file.name, folder=file.parent) == Picture.from_bytes(PNG)
     monkeypatch.chdir(tmp_path)
-    with started_here():
+    with StartedHere():
         monkeypatch.chdir("/")  # by a tool
         assert as_picture(file.name) == Picture.from_bytes(PNG)
 

@@ -116,7 +116,7 @@ class LLMJudge:
         self._key()
         attempts = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
         object.__setattr__(self, "_attempts", attempts)
-        object.__setattr__(self, "_clients", PerLoop(lambda: _Client(self.max_concurrent), _Client.close))
+        object.__setattr__(self, "_clients", PerLoop(lambda: _Client(self.max_concurrent), _Client.aclose))
 
     async def __call__(self, row: TaskRow, trajectory: Trajectory) -> float:
         messages = self.prompt(row, trajectory)
@@ -138,7 +138,7 @@ class LLMJudge:
         body |= self.extra_body
         try:
             async with client.gate:
-                request = client.http.post(
+                request = client.post(
                     f"{self.base_url.rstrip('/')}/chat/completions",
                     content=sanitize(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode(),
                     headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
@@ -178,26 +178,21 @@ class LLMJudge:
         message = f"the server answered {status}: {quoted}"
         if status != 429 and status < 500:  # the same request would be refused again
             raise ScoringError(message)
-        try:
-            wait = max(0.0, float(response.headers.get("Retry-After", "0")))
-        except ValueError:  # a date: rare, and clocks differ
-            wait = 0.0
+        asked = response.headers.get("Retry-After", "")
+        wait = float(asked) if asked.isdecimal() else 0.0  # a date is rare, and clocks differ
         if wait > self.max_retry_after:  # fail now, with the server's reason, instead of running into the time limit
             limit = f"max_retry_after={self.max_retry_after:g}"
             raise ScoringError(f"{message} (asked to wait {wait:g} s, more than {limit})")
         raise TransientError(message, wait_seconds=wait)
 
 
-class _Client:
+class _Client(httpx.AsyncClient):
     """One connection pool and one bound on requests, for the overlapping calls of an event loop."""
 
     def __init__(self, max_concurrent: int) -> None:
         # Attempts have a time limit, and the gate limits connections.
-        self.http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        super().__init__(timeout=None, limits=httpx.Limits(max_connections=None))
         self.gate = asyncio.Semaphore(max_concurrent)
-
-    async def close(self) -> None:
-        await self.http.aclose()
 
 
 def _check_url(base_url: str) -> None:

@@ -13,13 +13,12 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
-from inspect import isawaitable
 from numbers import Real
 from typing import Any, Protocol
 
 from agent_r1.batching import Batcher
 from agent_r1.errors import ConfigError, at_least
-from agent_r1.guard import TimedOut, describe, guarded
+from agent_r1.guard import TimedOut, describe, guarded, is_async
 from agent_r1.rollout.rewards.attempts import Attempts, OutOfAttempts, PerLoop, ScoringError
 from agent_r1.types import TaskRow, Trajectory
 
@@ -53,8 +52,11 @@ class BatchedReward:
     _batchers: PerLoop[Batcher[Item, float | Exception]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.scorer, type) or not callable(getattr(self.scorer, "score", None)):
-            raise ConfigError(f"BatchedReward needs an object with a method score(items), got {self.scorer!r:.80}")
+        if isinstance(self.scorer, type) or not is_async(getattr(self.scorer, "score", None)):
+            raise ConfigError(
+                "BatchedReward needs an object with a method `async def score(self, items)`, which may run blocking "
+                f"code in asyncio.to_thread; got {self.scorer!r:.80}"
+            )
         at_least(1, "BatchedReward", max_batch=self.max_batch, max_concurrent=self.max_concurrent)
         at_least(0, "BatchedReward", max_wait_seconds=self.max_wait_seconds)
         attempts = Attempts(self.attempts, self.seconds_per_attempt, self.backoff_seconds)
@@ -104,12 +106,7 @@ class BatchedReward:
 
     async def _ask(self, items: list[Item], ended: asyncio.Event) -> Sequence[float | Exception]:
         try:
-            running = self.scorer.score(items)
-            if not isawaitable(running):
-                raise ScoringError(
-                    "score is not async; write `async def score`, and run blocking code in asyncio.to_thread"
-                )
-            return await running
+            return await self.scorer.score(items)
         finally:
             ended.set()
 

@@ -22,7 +22,7 @@ from agent_r1.backends.verl.rows import PackedTrajectory, pack_group, unpack_gro
 from agent_r1.build.collectors import eval_collector, greedy_collector, train_collector
 from agent_r1.build.task import build_task
 from agent_r1.config import parse_config
-from agent_r1.places import started_here
+from agent_r1.places import StartedHere
 from agent_r1.resources import opened
 from agent_r1.rollout.collect import OnEpisode
 from agent_r1.rollout.row_queue import RowQueue
@@ -38,7 +38,7 @@ class AgentLoop:
     def __init__(self, settings: dict[str, Any], *, folder: str, log: str, loops: int) -> None:
         os.chdir(folder)  # relative paths of the recipe mean the same as in the driver
         self._stack, self._loops = AsyncExitStack(), loops
-        self._stack.enter_context(started_here())
+        self._stack.enter_context(StartedHere())
         self._config = parse_config(settings)
         self._task = build_task(self._config)
         Path(log).parent.mkdir(parents=True, exist_ok=True)
