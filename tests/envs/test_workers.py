@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import threading
@@ -15,17 +14,17 @@ from hypothesis import strategies as st
 
 from agent_r1 import check_env, tool
 from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.processes.hosts import WorkerEnv
 from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.envs.processes.protocol import EnvFault
 from agent_r1.envs.processes.values import dump, load
-from agent_r1.envs.processes.worker_env import WorkerEnv
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.recording import MAX_INFO_NESTING
 from agent_r1.tokens.formats.base import MAX_NESTING
 from agent_r1.types import Observation, StopReason, Transition
 from tests.envs.worker_envs import Counting, Double, Knowing, Sure, action, double, row
-from tests.envs.worker_helpers import is_alive, play, pool_of, run, started, wait_until, without_info
+from tests.envs.worker_helpers import is_alive, play, pool_of, run, started, without_info
 
 pool = pool_of(processes=2)
 
@@ -255,31 +254,6 @@ def test_a_closed_pool_has_no_processes_and_fails_calls() -> None:
     hosts = run(used())
     assert len(hosts) == 2
     assert not any(map(is_alive, hosts))
-
-
-def test_a_pool_that_is_garbage_collected_ends_its_processes() -> None:
-    own = EnvPool(processes=1, step_seconds=60)
-    [pid] = pids(run(play(counting(own), ["1"])))
-    assert is_alive(pid)
-    del own
-    gc.collect()
-    assert wait_until(lambda: not is_alive(pid))
-
-
-def test_an_env_that_is_not_closed_leaves_its_process_when_it_is_garbage_collected() -> None:
-    own = EnvPool(processes=1, step_seconds=60)
-
-    async def forgetful() -> None:
-        for _ in range(5):
-            await counting(own).reset(row())
-        gc.collect()
-        env = counting(own)
-        await env.reset(row())
-        [host] = own._hosts
-        assert list(host.hosted) == [env._hosted.number]
-
-    run(forgetful())
-    own.close()
 
 
 def test_one_episode_at_a_time_needs_one_process() -> None:

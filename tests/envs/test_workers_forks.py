@@ -108,7 +108,7 @@ def test_a_fork_of_the_program_does_not_keep_workers_alive() -> None:
     parent.stdout.close()
     try:
         assert is_untouched == "True"
-        assert error.startswith("an EnvPool cannot be used in a fork")
+        assert "event loop" in error
         assert wait_until(lambda: not is_alive(int(pid)))
         assert is_alive(int(fork))
     finally:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from agent_r1.envs.base import AgentEnv
+from agent_r1.envs.processes.hosts import WorkerEnv
 from agent_r1.envs.processes.pool import EnvPool
-from agent_r1.envs.processes.worker_env import WorkerEnv
 from agent_r1.types import Observation, Transition
 from tests.envs.worker_envs import action, row
 

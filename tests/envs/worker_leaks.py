@@ -36,13 +36,6 @@ class SureHungry(Hungry):
     deterministic = True
 
 
-class Slamming(SureHungry):
-    """Ends its process when it is closed."""
-
-    async def close(self) -> None:
-        os._exit(3)
-
-
 class Growing(SureHungry):
     """Needs 300 MiB to add 7 once a certain file exists."""
 

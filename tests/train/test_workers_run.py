@@ -177,7 +177,7 @@ def test_a_leak_fails_only_the_episodes_that_leak(folder: Path, tmp_path: Path) 
     for trajectory in played:
         if trajectory.row_id == "train-1":  # 3 times 100 MiB are more than 256
             assert trajectory.error is not None
-            assert trajectory.error.startswith(("EnvOutOfMemory: step", "EnvLost: the process of the env was full"))
+            assert trajectory.error.startswith("EnvOutOfMemory")
             assert "256 MiB, twice task.workers.memory_mb=128" in trajectory.error
         else:
             assert (trajectory.error, len(trajectory.steps)) == (None, 3)

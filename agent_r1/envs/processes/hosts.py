@@ -1,56 +1,84 @@
-"""The bookkeeping of a pool: which episode lives in which process, and the open calls of each process."""
+"""Which episode lives in which process: the env of an episode, its calls, and the process that hosts it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.processes.process import WorkerProcess
 from agent_r1.envs.processes.protocol import Answer, EnvFault, Message
+from agent_r1.types import Action, Observation, TaskRow, Transition
+
+if TYPE_CHECKING:
+    from agent_r1.envs.processes.pool import EnvPool
 
 Method = Literal["reset", "step"]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class HostedEnv:
-    """The env of one episode, as the pool knows it."""
+class WorkerEnv(AgentEnv):
+    """The env of one episode, in a worker process: the flow calls it, and the pool does the work."""
 
-    number: int
-    cls: type[AgentEnv]
-    made: bytes  # class and settings, as `dump_env` wrote them
-    host: Host | None = None  # None: before its first call, and after its last
-    row_id: str = ""
-    latest: Call | None = None
-    was_answered: bool = False
-    history: list[tuple[Method, bytes, str]] = field(default_factory=list)  # past calls and digests, for a replay
-    has_failed: bool = False  # a call failed, so the state is unknown and cannot be replayed
-    replays: int = 0  # not counting those after another episode took down the process
-    grown_bytes: int = 0  # memory that its calls have taken and not given back
-    is_apart: bool = False  # suspected of filling processes, so it gets its own
-    schemas: list[dict[str, Any]] = field(default_factory=list)
-    fault: EnvFault | None = None  # why it cannot be played any more
-    is_closed: bool = False
+    def __init__(self, pool: EnvPool, number: int, cls: type[AgentEnv], made: bytes) -> None:
+        self._pool = pool
+        self.number, self.cls = number, cls
+        self.made = made  # class and settings, as `dump_env` wrote them
+        self.host: Host | None = None  # None: before its first call, and after its last
+        self.row_id = ""
+        self.latest: Call | None = None
+        self.was_answered = False
+        self.can_replay = cls.deterministic  # until a call fails, because its state is unknown from then on
+        self.history: list[tuple[Method, bytes, str]] = []  # past calls and digests of their answers, for a replay
+        self.replays = 0  # not counting those after another episode took down the process
+        self.grown_bytes = 0  # memory that its calls have taken and not given back
+        self.schemas: list[dict[str, Any]] = []
+        self.fault: EnvFault | None = None  # why it cannot be played any more
+        self.is_closed = False
 
     def __str__(self) -> str:
         return f"{self.cls.__name__} of row {self.row_id!r}"
 
     @property
-    def can_replay(self) -> bool:
-        return self.cls.deterministic and not self.has_failed
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The schemas in the last answer; empty before `reset`."""
+        return self.schemas
+
+    async def reset(self, row: TaskRow) -> Observation:
+        self.row_id = row.row_id
+        observation: Observation = await self._pool.play(self, "reset", row)
+        return observation
+
+    async def step(self, action: Action) -> Transition:
+        transition: Transition = await self._pool.play(self, "step", action)
+        return transition
+
+    async def close(self) -> None:
+        """Returns immediately; the worker closes the environment."""
+        self._pool.leave(self)
+
+
+@cache
+def front_class(cls: type[AgentEnv]) -> type[WorkerEnv]:
+    """Return a class with the name and flags of the env's own, for logs and flows."""
+    flags = {"sees_ground_truth": cls.sees_ground_truth, "deterministic": cls.deterministic}
+    return type(cls.__name__, (WorkerEnv,), flags)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
     message: Message
     seconds: float  # time limit
-    hosted: HostedEnv | None = None  # None: the start of a process, or a call that moved to another process
+    env: WorkerEnv | None = None  # None: the start of a process
     future: asyncio.Future[Any] | None = None  # None: nobody awaits the answer
+    expected: str = ""  # in a replay: digest of the answer that another process gave
     imports: bool = False  # starts the process, or imports the class in it
+
+    def __str__(self) -> str:
+        return f"{self.message.method} (replayed)" if self.expected else self.message.method
 
     @property
     def is_awaited(self) -> bool:
@@ -70,18 +98,15 @@ class Host:
     """A process, the envs it hosts, and its calls without an answer, oldest first. The oldest is the one that runs."""
 
     process: WorkerProcess = field(init=False)
-    max_bytes: int | None  # memory limit
-    hosted: dict[int, HostedEnv] = field(default_factory=dict)
+    envs: dict[int, WorkerEnv] = field(default_factory=dict)  # by their numbers
     calls: deque[Call] = field(default_factory=deque)
     began: float = 0.0  # when the oldest call began
     has_started: bool = False
     start_problem: str = ""
     is_retired: bool = False  # takes no new episodes while another process can
-    is_apart: bool = False  # hosts one suspect
     imported: set[type[AgentEnv]] = field(default_factory=set)
     data_bytes: int = 0  # memory of the process at its last answer
     base_bytes: int = 0  # the part of it taken at the start and by imports
-    was_half_full: bool = False  # episodes had taken more than half of their memory before the last answer
 
     def send(self, call: Call) -> None:
         if not self.calls:
@@ -93,31 +118,22 @@ class Host:
         """Return the answered call; charge its memory growth to its env, or to the base if it imported."""
         call = self.calls.popleft()
         self.began = time.monotonic()
-        left = (self.max_bytes or 0) - self.base_bytes
-        self.was_half_full = self.max_bytes is not None and 2 * (self.data_bytes - self.base_bytes) > left
         grown, self.data_bytes = answer.data_bytes - self.data_bytes, answer.data_bytes
         if call.imports:
             self.base_bytes += grown
-        elif call.hosted is not None:
-            call.hosted.grown_bytes += grown
+        elif call.env is not None:
+            call.env.grown_bytes += grown
         return call
 
-    def release(self, leaving: Iterable[HostedEnv]) -> dict[HostedEnv, list[Call]]:
-        """Remove envs. Returns copies of their calls without an answer; answers to the originals are ignored."""
-        waiting: dict[HostedEnv, list[Call]] = {hosted: [] for hosted in leaving}
-        for call in self.calls:
-            if call.hosted in waiting:
-                waiting[call.hosted].append(replace(call))
-                call.hosted = call.future = None
-        for hosted in waiting:
-            del self.hosted[hosted.number]
-            hosted.host, hosted.grown_bytes = None, 0
-        return waiting
+    @property
+    def taken_bytes(self) -> int:
+        """Memory taken by episodes, including those that have ended."""
+        return self.data_bytes - self.base_bytes
 
     @property
     def load(self) -> tuple[bool, int, int]:
         """The next episode goes to the process with the lowest load."""
-        return self.is_retired, len(self.hosted), len(self.calls)
+        return self.is_retired, len(self.envs), len(self.calls)
 
     @property
     def is_overdue(self) -> bool:

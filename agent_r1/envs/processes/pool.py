@@ -5,8 +5,8 @@ process that dies or hangs fails the one episode whose call was running. The oth
 class sets `deterministic = True`, and otherwise fail with `EnvLost`. Processes are started when needed, replaced when
 they die, and end with the pool or with this process, however it ends.
 
-The episode that is refused memory is not necessarily the one that leaks. So the episodes of a full process are replayed
-elsewhere, and the one whose calls took the most memory gets its own process: if it fills that one too, it fails.
+The episode that is refused memory is not necessarily the one that leaks. So a process that was full is replaced like
+one that died, and the episode whose calls took the most memory fails.
 
 A pool belongs to the event loop that uses it first.
 """
@@ -17,8 +17,6 @@ import asyncio
 import logging
 import os
 import pickle
-import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +24,7 @@ from itertools import count
 from typing import Any
 
 from agent_r1.envs.base import AgentEnv, check_settings, make_env
-from agent_r1.envs.processes.hosts import Call, Host, HostedEnv, Method
+from agent_r1.envs.processes.hosts import Call, Host, Method, WorkerEnv, front_class
 from agent_r1.envs.processes.process import WorkerProcess, end_all
 from agent_r1.envs.processes.protocol import (
     Answer,
@@ -37,13 +35,11 @@ from agent_r1.envs.processes.protocol import (
     EnvLost,
     EnvOutOfMemory,
     EnvStartError,
-    Message,
     Play,
     Start,
     dump_env,
 )
 from agent_r1.envs.processes.values import load, load_error
-from agent_r1.envs.processes.worker_env import WorkerEnv, front_class
 from agent_r1.errors import ConfigError
 from agent_r1.guard import blame, describe, explain
 from agent_r1.types import Action, Observation, TaskRow, Transition
@@ -53,8 +49,8 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 START_SECONDS = 60.0  # time to start Python, or to import an env's module, on a busy machine
 MAX_BAD_STARTS = 3  # failed starts in a row
-MAX_REPLAYS = 3  # for an episode whose process died between calls or was full
-MAX_ALIVE = 2  # live processes per `processes`, including retired ones and those with one suspect
+MAX_REPLAYS = 3  # for an episode whose process was lost through the fault of no living episode
+MAX_ALIVE = 2  # live processes per `processes`, including retired ones
 HARD_LIMIT = 2  # hard memory limit, in multiples of memory_mb
 
 
@@ -75,18 +71,17 @@ class EnvPool:
         self._step_seconds = step_seconds
         self._memory_mb = memory_mb
         self._limit = f"{HARD_LIMIT * (memory_mb or 0)} MiB, twice task.workers.memory_mb={memory_mb}"
-        self._start = Start(prepare=prepare, max_bytes=None if memory_mb is None else HARD_LIMIT * memory_mb * MIB)
+        self._max_bytes = None if memory_mb is None else HARD_LIMIT * memory_mb * MIB
+        self._prepare = prepare
         self._numbers = count()
         self._known: set[tuple[object, ...]] = set()  # kinds of envs that can be created
         self._bad_starts = 0
         self._start_error: str | None = None
-        self.forgotten: deque[HostedEnv] = deque()
         self._hosts: list[Host] = []
-        self._ending: list[WorkerProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _end, self._hosts, self._ending, self._owner)
+        self._is_closed = False
 
     def env(self, cls: type[AgentEnv], name: str, kwargs: dict[str, Any]) -> WorkerEnv:
         """Return an env of this class; ConfigError if it cannot be created. Starts no process yet."""
@@ -95,117 +90,90 @@ class EnvPool:
         if kind not in self._known:
             make_env(cls, name, kwargs)  # cheap: expensive work belongs in `reset`
             self._known.add(kind)
-        hosted = HostedEnv(number=next(self._numbers), cls=cls, made=dump_env(cls, name, kwargs))
-        return front_class(cls)(self, hosted)
+        return front_class(cls)(self, next(self._numbers), cls, dump_env(cls, name, kwargs))
 
     def close(self) -> None:
         """End all processes and fail pending calls. May be called twice."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner:  # a fork of the program does not own the processes
             return
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         for host in self._hosts:
             for call in host.calls:
                 call.deliver(error=EnvFault("the pool of env processes was closed"))
-        self._finalizer()
+        end_all([host.process for host in self._hosts])
+        self._hosts.clear()
 
-    async def play(self, hosted: HostedEnv, method: Method, given: TaskRow | Action) -> Any:
+    async def play(self, env: WorkerEnv, method: Method, given: TaskRow | Action) -> Any:
         """Call `reset` or `step` in the process of the env."""
-        if hosted.is_closed or not self._finalizer.alive:
-            raise RuntimeError(f"{hosted} was called after {'it' if hosted.is_closed else 'its pool'} was closed")
-        if hosted.latest is not None and hosted.latest.is_awaited:
-            raise RuntimeError(f"{hosted} was called before its last call was answered: await one call at a time")
-        self._enter()
-        if (host := hosted.host) is not None and host.process.is_dead:
-            host.process.read()
-            self._on_lost(host)  # moves the episode, or sets its fault
-        if hosted.fault is not None:
-            raise hosted.fault
-        while self.forgotten:
-            self.leave(self.forgotten.popleft())
-        if isinstance(given, TaskRow):
-            hosted.row_id = given.row_id
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = self._call(hosted, method, pickle.dumps(given, pickle.HIGHEST_PROTOCOL), future=future)
-        self._send(hosted, [call])
-        hosted.latest = call
-        return await future
-
-    def leave(self, hosted: HostedEnv) -> None:
-        """Close the env. Returns immediately; the worker closes it after calls that were cancelled but still run."""
-        host, hosted.host, hosted.is_closed = hosted.host, None, True
-        if host is not None and self._finalizer.alive:
-            self._enter()
-            del host.hosted[hosted.number]
-            host.send(Call(message=Close(episode=hosted.number), seconds=self._step_seconds, hosted=hosted))
-
-    def _enter(self) -> None:
-        if os.getpid() != self._owner:
-            raise RuntimeError("an EnvPool cannot be used in a fork of the program: create another one there")
+        if env.is_closed or self._is_closed:
+            raise RuntimeError(f"{env} was called after {'it' if env.is_closed else 'its pool'} was closed")
+        if env.latest is not None and env.latest.is_awaited:
+            raise RuntimeError(f"{env} was called before its last call was answered: await one call at a time")
         loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
+        self._loop = self._loop or loop
         if self._loop is not loop:
             raise RuntimeError("an EnvPool belongs to one event loop, and another one is running")
         self._look_later()
+        if (host := env.host) is not None and host.process.is_dead:
+            host.process.read()
+            self._on_lost(host)  # moves the episode, or sets its fault
+        if env.fault is not None:
+            raise env.fault
+        env.latest = self._call(env, method, pickle.dumps(given, pickle.HIGHEST_PROTOCOL), future=loop.create_future())
+        self._send(env, [env.latest])
+        assert env.latest.future is not None
+        return await env.latest.future
 
-    def _call(
-        self,
-        hosted: HostedEnv,
-        method: Method,
-        given: bytes,
-        *,
-        expected: str = "",
-        future: asyncio.Future[Any] | None = None,
-    ) -> Call:
-        message = Play(episode=hosted.number, method=method, given=given, expected=expected)
-        return Call(message=message, seconds=self._step_seconds, hosted=hosted, future=future)
+    def leave(self, env: WorkerEnv) -> None:
+        """Close the env. Returns immediately; the worker closes it after calls that were cancelled but still run."""
+        host, env.host, env.is_closed = env.host, None, True
+        if host is not None and not self._is_closed:
+            self._look_later()
+            del host.envs[env.number]
+            host.send(Call(message=Close(episode=env.number), seconds=self._step_seconds, env=env))
 
-    def _send(self, hosted: HostedEnv, calls: list[Call]) -> None:
+    def _call(self, env: WorkerEnv, method: Method, given: bytes, **how: Any) -> Call:
+        message = Play(episode=env.number, method=method, given=given)
+        return Call(message=message, seconds=self._step_seconds, env=env, **how)
+
+    def _send(self, env: WorkerEnv, calls: list[Call]) -> None:
         """Send calls to the process of an env, or to a new one for it. Raises `EnvStartError`."""
-        host = hosted.host
+        host = env.host
         if host is None:
-            host = self._choose_host(apart=hosted.is_apart)
+            host = self._choose_host()
             first = calls[0]
             assert isinstance(first.message, Play)
-            first.message = replace(first.message, made=hosted.made)
-            first.imports = hosted.cls not in host.imported
+            first.message = replace(first.message, made=env.made)
+            first.imports = env.cls not in host.imported
             first.seconds = self._step_seconds + (START_SECONDS if first.imports else 0)
-            hosted.host = host
-            host.hosted[hosted.number] = hosted
-            host.imported.add(hosted.cls)
+            env.host = host
+            host.envs[env.number] = env
+            host.imported.add(env.cls)
         for call in calls:
             host.send(call)
 
-    @property
-    def _is_crowded(self) -> bool:
-        return len(self._hosts) + len(self._ending) >= MAX_ALIVE * self._processes
-
-    def _choose_host(self, *, apart: bool) -> Host:
-        """Return the process with the fewest episodes, or start one if all have some and there may be more. With
-        `apart`, always start one."""
-        shared = [host for host in self._hosts if not (apart or host.is_apart or host.process.is_dead)]
-        least = min(shared, key=lambda host: host.load, default=None)
+    def _choose_host(self) -> Host:
+        """Return the process with the fewest episodes, or start one if all have some and there may be more."""
+        hosts = [host for host in self._hosts if not (host.process.is_dead or host.process.is_ending)]
+        least = min(hosts, key=lambda host: host.load, default=None)
         if least is not None:
-            able = sum(not host.is_retired for host in shared)
-            is_free = not least.hosted and not least.is_retired
-            if is_free or able >= self._processes or self._is_crowded or self._start_error is not None:
+            able = sum(not host.is_retired for host in hosts)
+            is_free = not least.envs and not least.is_retired
+            is_crowded = able >= self._processes or len(self._hosts) >= MAX_ALIVE * self._processes
+            if is_free or is_crowded or self._start_error is not None:
                 return least
         if self._start_error is not None:
             raise EnvStartError(self._start_error)
-        host = Host(max_bytes=self._start.max_bytes, is_apart=apart, is_retired=apart)
+        host = Host()
         try:
-            host.process = WorkerProcess(
-                on_answer=partial(_notify, weakref.WeakMethod(self._on_answer), host),
-                on_lost=partial(_notify, weakref.WeakMethod(self._on_lost), host),
-            )
+            host.process = WorkerProcess(on_answer=partial(self._on_answer, host), on_lost=partial(self._on_lost, host))
         except OSError as error:
-            if least is None:
-                raise EnvStartError(f"a process for envs cannot be started: {error}") from error
-            logger.warning("another env process cannot be started, so the others host more: %s", error)
-            return least
+            raise EnvStartError(f"a process for envs cannot be started: {error}") from error
         self._hosts.append(host)
-        host.send(Call(message=self._start, seconds=START_SECONDS, imports=True))
+        start = Start(prepare=self._prepare, max_bytes=self._max_bytes)
+        host.send(Call(message=start, seconds=START_SECONDS, imports=True))
         return host
 
     # What comes back
@@ -219,16 +187,19 @@ class EnvPool:
             host.start_problem = answer.traceback
             self._lose(host)
             return
+        # If half of the memory was free, this call alone asked for too much.
+        if answer.out_of_memory and self._max_bytes and 2 * host.taken_bytes > self._max_bytes - host.base_bytes:
+            self._replace_full(host)
+            return
         call = host.take_answer(answer)
         if not host.has_started:
             host.has_started, self._bad_starts = True, 0
         self._check_size(host, answer.resident_bytes // MIB)
-        if call.hosted is not None:
-            self._deliver(host, call, call.hosted, answer)
-        if host in self._hosts and host.is_retired and not host.hosted and not host.calls:
-            self._hosts.remove(host)
+        if call.env is not None:
+            self._deliver(call, call.env, answer)
+        if host.is_retired and not host.envs and not host.calls:
             host.process.end()
-            self._ending.append(host.process)
+            self._look_later()
 
     def _check_size(self, host: Host, resident_mb: int) -> None:
         if self._memory_mb is not None and resident_mb > self._memory_mb and not host.is_retired:
@@ -236,80 +207,66 @@ class EnvPool:
             size = f"{resident_mb} MiB, more than task.workers.memory_mb={self._memory_mb}"
             logger.warning("an env process has grown to %s: no new episodes", size)
 
-    def _deliver(self, host: Host, call: Call, hosted: HostedEnv, answer: Answer) -> None:
-        value, error = self._read(hosted, call.message, answer)
-        if answer.out_of_memory and self._memory_mb is not None:
-            # If half of the memory was free, this call alone asked for too much.
-            if host.was_half_full and not host.is_apart and self._empty(host, hosted, call):
-                return
-            fault = EnvOutOfMemory(
-                f"{call.message} got no memory: its process hosts {len(host.hosted)} episodes and may take "
-                f"{self._limit}. Raise the limit, or look for what {hosted.cls.__name__} keeps"
-            )
-            if error is not None:
-                failure = explain(error)
-                blame(fault, failure.source, failure.place)
-            error = fault
-        hosted.was_answered = True
-        if error is not None:
-            if hosted.fault is None:  # otherwise it was logged already
-                logger.warning("%s of %s failed\n%s", call.message, hosted, answer.traceback or describe(error))
-            hosted.has_failed = True
-            if isinstance(error, EnvFault):
-                hosted.fault = error = hosted.fault or error
+    def _deliver(self, call: Call, env: WorkerEnv, answer: Answer) -> None:
+        value, error = self._read(env, call, answer)
+        env.was_answered = True
+        if env.fault is not None:  # logged already
+            error = env.fault
+        elif error is not None:
+            logger.warning("%s of %s failed\n%s", call, env, answer.traceback or describe(error))
+            env.can_replay = False
+            env.fault = error if isinstance(error, EnvFault) else None
         call.deliver(value=value, error=error)
 
-    def _read(self, hosted: HostedEnv, message: Message, answer: Answer) -> tuple[object, Exception | None]:
+    def _read(self, env: WorkerEnv, call: Call, answer: Answer) -> tuple[object, Exception | None]:
         """Return the value or the error of an answer. An answer that cannot be decoded fails only its own episode."""
         try:
             if answer.failed:
-                return None, load_error(answer.body)
-            if not isinstance(message, Play):
+                return None, self._explain_failure(env, call, answer, load_error(answer.body))
+            if not isinstance(call.message, Play):
                 return None, None
-            value, schemas = load(answer.body, Observation if message.method == "reset" else Transition)
+            value, schemas = load(answer.body, Observation if call.message.method == "reset" else Transition)
         except ValueError as error:
             return None, TypeError(str(error))
-        if hosted.can_replay and not message.expected:
-            hosted.history.append((message.method, message.given, answer.digest))
         if schemas is not None:
-            hosted.schemas = schemas
+            env.schemas = schemas
+        if call.expected and answer.digest != call.expected:
+            return None, _not_replayed(call, "it showed something else, although its class sets deterministic = True")
+        if env.can_replay and not call.expected:
+            env.history.append((call.message.method, call.message.given, answer.digest))
         return value, None
 
-    def _empty(self, host: Host, hosted: HostedEnv, refused: Call) -> bool:
-        """Move replayable episodes off a full process; False if the one that was refused memory cannot move.
-
-        Terminates: each round gives one episode its own process for good, or uses up one replay.
-        """
-        host.is_retired = True
-        if not hosted.can_replay or hosted.host is not host:
-            return False
-        leaving = [each for each in host.hosted.values() if each.can_replay]
-        heaviest = max(host.hosted.values(), key=lambda each: each.grown_bytes)
-        suspect = heaviest if heaviest in leaving else hosted
-        took = f"{heaviest} had taken the most memory, {heaviest.grown_bytes // MIB} MiB"
-        reason = f"the process of the env was full ({self._limit}), and {took}"
-        logger.warning("%s; %d of %d episodes are replayed elsewhere", reason, len(leaving), len(host.hosted))
-        waiting = host.release(leaving)
-        waiting[hosted].insert(0, refused)
-        if host.hosted:
-            for each in leaving:  # without `hosted`: the episode has moved, so a failure must not reach it
-                host.send(Call(message=Close(episode=each.number), seconds=self._step_seconds))
+    def _explain_failure(self, env: WorkerEnv, call: Call, answer: Answer, error: Exception) -> Exception:
+        if answer.out_of_memory and self._memory_mb is not None:
+            fault: EnvFault = EnvOutOfMemory(
+                f"{call} got no memory: its process may take {self._limit}. Raise the limit, or look for what "
+                f"{env.cls.__name__} keeps"
+            )
+        elif call.expected:
+            fault = _not_replayed(call, describe(error))
         else:
-            self._hosts.remove(host)
-            host.process.kill()
-        num_apart = sum(each.is_apart for each in self._hosts)
-        suspect.is_apart = suspect is heaviest and num_apart < self._processes and not self._is_crowded
-        suspect.replays += not suspect.is_apart
-        for each, calls in waiting.items():
-            self._move(each, calls, reason)
-        return True
+            return error
+        failure = explain(error)
+        blame(fault, failure.source, failure.place)
+        return fault
 
-    # Processes that die or hang
+    # Processes that are full, die or hang
+
+    def _replace_full(self, host: Host) -> None:
+        """Fail the episode whose calls took the most memory, unless episodes that have ended left most of it."""
+        heaviest = max(host.envs.values(), key=lambda env: env.grown_bytes, default=None)
+        reason = f"the process of the env was full ({self._limit})"
+        fault = None
+        if heaviest is not None and 2 * sum(env.grown_bytes for env in host.envs.values()) >= host.taken_bytes:
+            reason += f", and {heaviest} had taken the most memory, {heaviest.grown_bytes // MIB} MiB"
+            fault = EnvOutOfMemory(f"{reason}. Raise the limit, or look for what {heaviest.cls.__name__} keeps")
+        logger.warning("%s; its %d episodes are replayed elsewhere if they can be", reason, len(host.envs))
+        host.process.kill()
+        self._vacate(host, reason, culprit=heaviest if fault else None, fault=fault)
 
     def _look_later(self) -> None:
         if self._timer is None and self._loop is not None:
-            seconds = min(1.0, self._step_seconds / 10)
-            self._timer = self._loop.call_later(seconds, _notify, weakref.WeakMethod(self._look))
+            self._timer = self._loop.call_later(min(1.0, self._step_seconds / 10), self._look)
 
     def _look(self) -> None:
         """Find processes that hang, and those that died although something keeps their channel open. The time of a call
@@ -321,8 +278,8 @@ class EnvPool:
                 host.process.read()  # perhaps this loop itself was slow
                 if host in self._hosts and (is_dead or host.is_overdue):
                     self._lose(host, hung=not is_dead)
-        self._ending[:] = [process for process in self._ending if not process.has_ended()]
-        if self._ending or any(host.calls for host in self._hosts):
+        self._hosts = [host for host in self._hosts if not (host.process.is_ending and host.process.has_ended())]
+        if any(host.calls or host.process.is_ending for host in self._hosts):
             self._look_later()
 
     def _on_lost(self, host: Host) -> None:
@@ -331,67 +288,65 @@ class EnvPool:
 
     def _lose(self, host: Host, *, hung: bool = False) -> None:
         """Kill a process and move its episodes, except the one whose call runs: the oldest without an answer."""
-        self._hosts.remove(host)
         how = host.process.kill(ask_where=hung)
         running = host.calls[0] if host.calls else None
-        culprit = None if running is None else running.hosted
-        what = "no call" if running is None else f"{running.message} of {culprit}" if culprit else str(running.message)
+        culprit = None if running is None else running.env
+        what = "no call" if running is None else f"{running} of {culprit}" if culprit else str(running)
         logger.warning("an env process %s during %s; printed last:\n%s", how, what, host.process.tail)
         if not host.has_started:
             self._bad_starts += 1
             if self._bad_starts >= MAX_BAD_STARTS:
                 problem = host.start_problem or f"it {how}\n{host.process.tail}"
                 self._start_error = f"{self._bad_starts} env processes in a row did not start; the last one: {problem}"
-        if running is not None and culprit is not None:
-            culprit.host = None
-            culprit.fault = EnvCrashed(f"the process of the env {how} during {running.message}")
-            if hung:
-                also = f", and {START_SECONDS:g} for imports" if running.imports else ""
-                limit = f"{running.seconds:g} s (task.workers.step_seconds{also})"
-                culprit.fault = EnvHung(f"{running.message} took longer than {limit}, and its process was killed")
+        fault: EnvFault = EnvCrashed(f"the process of the env {how} during {running}")
+        if hung and running is not None:
+            also = f", and {START_SECONDS:g} for imports" if running.imports else ""
+            limit = f"{running.seconds:g} s (task.workers.step_seconds{also})"
+            fault = EnvHung(f"{running} took longer than {limit}, and its process was killed")
         reason = f"the process of the env {'was killed, because it hung' if hung else how} during {what}"
-        # All of them before one is moved, which may find the next process dead.
-        waiting = host.release([hosted for hosted in host.hosted.values() if hosted is not culprit])
-        for call in host.calls:
-            if call.hosted is not None:  # the culprit, or an env that was closed during a call
-                call.deliver(error=call.hosted.fault or EnvLost(reason))
-        for hosted, calls in waiting.items():
-            hosted.replays += culprit is None and hosted.was_answered
-            self._move(hosted, calls, reason)
+        self._vacate(host, reason, culprit=culprit, fault=fault)
 
-    def _move(self, hosted: HostedEnv, waiting: list[Call], reason: str) -> None:
+    def _vacate(self, host: Host, reason: str, *, culprit: WorkerEnv | None, fault: EnvFault | None) -> None:
+        """Move the episodes of a process that has been killed, except the one that is to blame."""
+        self._hosts.remove(host)
+        if culprit is not None:
+            culprit.host, culprit.fault = None, fault
+        waiting: dict[WorkerEnv, list[Call]] = {env: [] for env in host.envs.values() if env is not culprit}
+        for call in host.calls:
+            if call.env in waiting:
+                waiting[call.env].append(call)
+            elif call.env is not None:  # the culprit, or an env that was closed during a call
+                call.deliver(error=call.env.fault or EnvLost(reason))
+        for env in waiting:  # all of them before one is moved, which may find the next process dead
+            env.host, env.grown_bytes = None, 0
+            env.replays += culprit is None and env.was_answered
+        for env, calls in waiting.items():
+            self._move(env, calls, reason)
+
+    def _move(self, env: WorkerEnv, waiting: list[Call], reason: str) -> None:
         """Replay an episode in another process, then send the calls that had not begun. Cancelled ones too: the flow
         believes that they were played."""
-        waiting = [call for call in waiting if isinstance(call.message, Play) and not call.message.expected]
+        waiting = [call for call in waiting if not call.expected]
         try:
-            self._check_movable(hosted, reason)
-            replayed = [self._call(hosted, method, given, expected=mark) for method, given, mark in hosted.history]
+            self._check_movable(env, reason)
+            replayed = [self._call(env, method, given, expected=mark) for method, given, mark in env.history]
             if calls := replayed + waiting:
-                self._send(hosted, calls)
+                self._send(env, calls)
         except EnvFault as fault:
-            hosted.fault = fault
+            env.fault = fault
             for call in waiting:
                 call.deliver(error=fault)
 
-    def _check_movable(self, hosted: HostedEnv, reason: str) -> None:
-        name = hosted.cls.__name__
-        if hosted.fault is not None:
-            raise hosted.fault
-        if hosted.was_answered and not hosted.can_replay:
-            why = "an earlier call failed" if hosted.cls.deterministic else "set deterministic = True if it can be"
+    def _check_movable(self, env: WorkerEnv, reason: str) -> None:
+        name = env.cls.__name__
+        if env.fault is not None:
+            raise env.fault
+        if env.was_answered and not env.can_replay:
+            why = "an earlier call failed" if env.cls.deterministic else "set deterministic = True if it can be"
             raise EnvLost(f"{reason}; {name} was not replayed: {why}")
-        if hosted.replays > MAX_REPLAYS:
+        if env.replays > MAX_REPLAYS:
             raise EnvLost(f"{reason}; {name} was replayed {MAX_REPLAYS} times already")
 
 
-def _notify(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
-    """Call a method of a pool, if it still exists. A pool that nothing refers to ends its processes."""
-    if (bound := method()) is not None:
-        bound(*args)
-
-
-def _end(hosts: list[Host], ending: list[WorkerProcess], owner: int) -> None:
-    if os.getpid() == owner:  # a fork of the program does not own the processes
-        end_all([*(host.process for host in hosts), *ending])
-        hosts.clear()
-        ending.clear()
+def _not_replayed(call: Call, problem: str) -> EnvLost:
+    return EnvLost(f"another episode took down the process; {call} failed: {problem}")

@@ -73,6 +73,7 @@ class WorkerProcess:
         self._outgoing, self._incoming = bytearray(), bytearray()
         self._numbers = count()
         self._nonsense = ""
+        self.is_ending = False
         self._ending_since = 0.0
         self._channel.setblocking(False)
         os.set_blocking(self._output, False)
@@ -163,7 +164,7 @@ class WorkerProcess:
         with suppress(OSError):  # it has ended already
             self._channel.shutdown(socket.SHUT_WR)
         self._detach(self._channel)
-        self._ending_since = time.monotonic()
+        self.is_ending, self._ending_since = True, time.monotonic()
 
     def has_ended(self) -> bool:
         """Whether the process has exited after `end`; kills it if that takes too long."""

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError
@@ -59,9 +59,7 @@ class Start:
 
     prepare: Callable[[], object] | None  # called before any env is created
     max_bytes: int | None  # limit of private memory
-
-    def __str__(self) -> str:
-        return "start"
+    method: ClassVar = "start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +70,12 @@ class Play:
     method: Literal["reset", "step"]
     given: bytes  # the pickled row or action
     made: bytes = b""  # class and settings (`dump_env`), with the first call of an episode to a process
-    expected: str = ""  # in a replay: digest of the answer that another process gave
-
-    def __str__(self) -> str:
-        return f"{self.method} (replayed)" if self.expected else self.method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Close:
     episode: int
-
-    def __str__(self) -> str:
-        return "close"
+    method: ClassVar = "close"
 
 
 Message = Start | Play | Close

@@ -15,7 +15,6 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from agent_r1.envs.processes.protocol import EnvLost
 from agent_r1.errors import brief
 from agent_r1.guard import Escaped, blame, describe, explain
 from agent_r1.types import Observation, StopReason, ToolCallRecord, Transition
@@ -87,9 +86,7 @@ def dump_error(error: BaseException) -> bytes:
     kind, failure = type(error), explain(error)
     text = failure.message
     base = next((each.__name__ for each in kind.__mro__ if each.__module__ == "builtins"), "Exception")
-    if isinstance(error, EnvLost):
-        base, text = EnvLost.__name__, str(error)
-    elif not isinstance(error, Exception):  # it would have ended the program: see `guard.py`
+    if not isinstance(error, Exception):  # it would have ended the program: see `guard.py`
         base = Escaped.__name__
     else:
         text = text.removeprefix(f"{kind.__name__}: ")
@@ -112,9 +109,8 @@ def load_error(data: bytes) -> Exception:
 
 
 def _make_error(name: str, base: str, text: str) -> Exception:
-    for ours in (EnvLost, Escaped):
-        if base == ours.__name__:
-            return ours(text)
+    if base == Escaped.__name__:
+        return Escaped(text)
     try:
         return _error_class(name, base)(text)
     except TypeError:  # a built-in class that cannot be created from one string

@@ -31,7 +31,6 @@ from agent_r1.envs.processes.protocol import (
     MAX_BYTES,
     Answer,
     Close,
-    EnvLost,
     Message,
     Play,
     Start,
@@ -39,7 +38,7 @@ from agent_r1.envs.processes.protocol import (
     write_answer,
 )
 from agent_r1.envs.processes.values import dump, dump_error
-from agent_r1.guard import describe, run_through, runner, trace
+from agent_r1.guard import run_through, runner, trace
 from agent_r1.types import Observation, Transition
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -89,7 +88,6 @@ async def _serve(channel: socket.socket) -> None:
 class _Hosted:
     env: AgentEnv | None = None  # None: the env could not be created
     schemas: list[dict[str, Any]] | None = None  # the schemas that were sent last
-    lost: EnvLost | None = None  # a replay failed
 
 
 class _Envs:
@@ -132,25 +130,13 @@ class _Envs:
 
     async def _play(self, number: int, message: Play) -> Answer:
         hosted = self._hosted.setdefault(message.episode, _Hosted())
-        if hosted.lost is not None:
-            raise hosted.lost
+        lift = _limit(self._max_bytes)
         try:
-            lift = _limit(self._max_bytes)
-            try:
-                value = await _call(hosted, message)
-                schemas = None if hosted.env is None else hosted.env.tool_schemas
-            finally:
-                lift()
-            mark = digest(value) if hosted.env is not None and hosted.env.deterministic else ""
-            if message.expected and mark != message.expected:
-                raise EnvLost("it showed something else, although its class sets deterministic = True")
-        except BaseException as error:
-            if message.expected:
-                problem = str(error) if isinstance(error, EnvLost) else describe(error)
-                hosted.lost = EnvLost(f"another episode took down the process; {message} failed: {problem}")
-                if not _is_memory(error):  # the pool may find another process with more memory
-                    raise hosted.lost from error
-            raise
+            value = await _call(hosted, message)
+            schemas = None if hosted.env is None else hosted.env.tool_schemas
+        finally:
+            lift()
+        mark = digest(value) if hosted.env is not None and hosted.env.deterministic else ""
         changed = None if schemas == hosted.schemas else schemas
         hosted.schemas = deepcopy(schemas)  # an env may change its list in place
         source = type(hosted.env).__name__
