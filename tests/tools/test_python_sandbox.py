@@ -22,7 +22,7 @@ from agent_r1.tools.python.launcher import Launcher
 from agent_r1.tools.python.levels import LEVELS
 from agent_r1.tools.python.limits import KilledBy, Limits, SandboxError
 from agent_r1.tools.python.process import SandboxProcess
-from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox, _Call, _end_session, _run_in_session, _Session
+from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox, _run, _Session
 from tests.tools.python_boxes import LIMITS, fresh_box, run, together
 from tests.tools.python_boxes import box as box
 from tests.tools.python_boxes import boxes as boxes
@@ -172,7 +172,7 @@ def test_a_zygote_that_dies_fails_its_callers_and_is_replaced(isolated: Sandbox)
     async def play(box: Sandbox) -> None:
         call = asyncio.create_task(box.run("import time\ntime.sleep(20)"))
         await asyncio.sleep(0.7)
-        zygote = box._launcher._zygotes[0]
+        zygote = box._launchers[0]._zygote
         assert zygote is not None
         zygote._process.send_signal(signal.SIGKILL)
         with pytest.raises(SandboxError, match="ended while code was running"):
@@ -186,22 +186,21 @@ def test_a_zygote_that_dies_fails_its_callers_and_is_replaced(isolated: Sandbox)
 def test_a_zygote_that_fails_to_start_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent_r1.tools.python.launcher.BOOT", "raise SystemExit('no such luck')")
     with pytest.raises(SandboxError, match="did not start: no such luck"):
-        Launcher(LIMITS, (), isolated=False).fork(session=False)
+        Launcher(LIMITS, (), isolated=False).fork()
 
 
 def test_a_session_released_while_its_process_starts_runs_nothing() -> None:
     held = _Session()
 
     class ReleasedMeanwhile(Launcher):
-        def fork(self, *, session: bool) -> SandboxProcess:
-            process = super().fork(session=session)
+        def fork(self) -> SandboxProcess:
+            process = super().fork()
             held.released = True
             return process
 
     launcher = ReleasedMeanwhile(LIMITS, (), isolated=False)
     with pytest.raises(SandboxError, match="released"):
-        _run_in_session(launcher, held, _Call("print(1)"))
-    _end_session(held)
+        _run(launcher, held, "print(1)", keep=True)
     launcher.close()
     assert held.process is None
 
@@ -212,7 +211,7 @@ def test_a_handle_that_does_not_fit_among_the_open_files_is_reported() -> None:
     output, output_inside = os.pipe()
     with channel_inside, status_inside:
         status_inside.send(b"started")  # the kernel drops a descriptor for which there is no room
-        process = SandboxProcess(channel=channel, status=status, output=output, limits=LIMITS, cpu_seconds=1)
+        process = SandboxProcess(channel=channel, status=status, output=output, limits=LIMITS)
         with pytest.raises(SandboxError, match="ulimit"):
             process.wait_until_ready()
     os.close(output_inside)

@@ -18,7 +18,7 @@ from agent_r1.tools.python.sandbox import Sandbox
 
 MAX_ANSWER_CHARS = 500  # far longer than any reference answer
 PROCESSES = 2
-LIMITS = Limits(seconds=5.0, session_cpu_seconds=3600, memory_mb=1024)
+LIMITS = Limits(seconds=5.0, cpu_seconds=3600, memory_mb=1024)
 
 # Only LaTeX is read: reading plain expressions goes through `eval` in sympy.
 CHECK = """

@@ -11,10 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from agent_r1.errors import ConfigError
 from agent_r1.guard import describe
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 CHECK_SECONDS = 5.0  # time for a server to prove that it still answers
 CLOSE_SECONDS = 8.0  # the SDK asks a process to exit, terminates it, then kills it
-STDERR_CHARS = 2000  # how much of a server's last output errors quote
+STDERR_BYTES = 2000  # how much of a server's last output errors quote
+MAX_STDERR_BYTES = 1 << 24  # how much of it is kept in a file
 MAX_PAGES = 100  # pages of one list of tools
 
 
@@ -49,9 +51,6 @@ class Server:
 
     def __str__(self) -> str:
         return self.url or " ".join(self.command)
-
-    def expanded(self, given: Mapping[str, str]) -> dict[str, str]:
-        return {key: expand(value) for key, value in given.items()}
 
 
 def expand(text: str) -> str:
@@ -77,7 +76,8 @@ class Connection:
         self._in_doubt = False  # a call failed or timed out, so the server may be gone
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._stderr = _Tail()
+        self._stderr: IO[str] | None = None  # what the process writes
+        self._said = ""
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -98,8 +98,7 @@ class Connection:
             reason = f"no answer within {self.server.start_seconds:g} s (start_seconds)"
         await self.close()
         verb = "be reached" if self.server.url else "start"
-        said = await self._stderr.quoted()
-        raise ServerError(f"the MCP server {str(self.server)!r} could not {verb}: {reason}{said}")
+        raise ServerError(f"the MCP server {str(self.server)!r} could not {verb}: {reason}{self.stderr()}")
 
     async def is_alive(self) -> bool:
         """Whether calls may be sent. Asks the server if an earlier call failed."""
@@ -137,10 +136,18 @@ class Connection:
         finally:
             self.calls -= 1
             self._in_doubt = self._in_doubt or not answered
+            self.stderr()
 
-    async def stderr(self) -> str:
-        """`; it last wrote to stderr: ...`, or nothing. Waits a moment, because a dying server may still be writing."""
-        return await self._stderr.quoted()
+    def stderr(self) -> str:
+        """`; it last wrote to stderr: ...`, or nothing."""
+        if self._stderr is not None and not self._stderr.closed:
+            fd = self._stderr.fileno()
+            size = os.fstat(fd).st_size
+            said = os.pread(fd, STDERR_BYTES, max(0, size - STDERR_BYTES)).decode(errors="replace").strip()
+            self._said = f"; it last wrote to stderr:\n{said}" if said else ""
+            if size > MAX_STDERR_BYTES:
+                os.ftruncate(fd, 0)
+        return self._said
 
     async def close(self) -> None:
         """End the connection, and the process if we started it."""
@@ -171,60 +178,25 @@ class Connection:
 
         server = self.server
         program, *arguments = server.command
-        errors = await self._stderr.file()
-        stack.callback(errors.close)
+        self._stderr = stack.enter_context(TemporaryFile("a+"))  # noqa: SIM115 ("a": it can be truncated meanwhile)
+        stack.callback(self.stderr)  # when the process has ended
         parameters = StdioServerParameters(
             command=sys.executable if program == "python" else program,
             args=arguments,
-            env=server.expanded(server.env),
+            env={key: expand(value) for key, value in server.env.items()},
             cwd=server.cwd,
             encoding_error_handler="replace",
         )
-        return stdio_client(parameters, errlog=errors)
+        return stdio_client(parameters, errlog=self._stderr)
 
     async def _over_http(self, stack: AsyncExitStack) -> Any:
         from mcp.client.streamable_http import streamable_http_client
 
         from agent_r1.tools.mcp.http import make_http_client
 
-        client = make_http_client(self.server.expanded(self.server.headers))
+        client = make_http_client({key: expand(value) for key, value in self.server.headers.items()})
         await stack.enter_async_context(client)
         return streamable_http_client(expand(self.server.url or ""), http_client=client)
-
-
-class _Tail(asyncio.Protocol):
-    """Keeps the end of what a process writes to a pipe."""
-
-    def __init__(self) -> None:
-        self._kept = b""
-        self._closed: asyncio.Event | None = None  # None: there is no pipe
-        self._file: TextIO | None = None
-
-    async def file(self) -> TextIO:
-        """Return the end to write to, for the process."""
-        reader, writer = os.pipe()
-        self._closed, self._file = asyncio.Event(), os.fdopen(writer, "w")
-        await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(reader, "rb", 0))
-        return self._file
-
-    def data_received(self, data: bytes) -> None:
-        self._kept = (self._kept + data)[-4 * STDERR_CHARS :]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._closed is not None:
-            self._closed.set()
-
-    async def quoted(self) -> str:
-        if self._closed is None:
-            return ""
-        if self._file is not None:
-            self._file.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._closed.wait()
-        text = self._kept.decode(errors="replace").strip()
-        shown = text if len(text) <= STDERR_CHARS else f"...{text[-STDERR_CHARS:]}"
-        return f"; it last wrote to stderr:\n{shown}" if shown else ""
 
 
 def _reason(error: BaseException) -> str:

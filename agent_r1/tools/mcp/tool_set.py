@@ -10,12 +10,15 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from copy import copy
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, validate_call
 
 from agent_r1.errors import ConfigError, RolloutError, did_you_mean
 from agent_r1.guard import describe
@@ -38,11 +41,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Sessions = Literal["run", "episode"]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _checked(create: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor raise ConfigError for a value of a wrong type, which YAML may have."""
+    strictly = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))(create)
+
+    @wraps(create)
+    def checked(self: object, **settings: Any) -> None:
+        try:
+            strictly(self, **settings)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = ".".join(map(str, wrong["loc"]))
+            raise ConfigError(f"{name} of an MCP server: {wrong['msg']}, got {wrong['input']!r:.100}") from error
+
+    return checked
 
 
 class MCPTools(ToolSet):
     """The tools of an MCP server, to be listed among other tools."""
 
+    @_checked
     def __init__(  # noqa: PLR0913 (all settings of a server)
         self,
         *,
@@ -54,24 +75,19 @@ class MCPTools(ToolSet):
         only: Sequence[str] | None = None,  # names of tools; None: all
         prefix: str = "",  # put before the name of each tool
         sessions: Sessions = "run",  # episode: each episode has its own connection, so servers may keep its state
-        connections: int = 1,  # shared by the episodes of a run; calls go to the one with the fewest in progress
-        timeout: float = 30.0,  # time limit of a call
-        start_seconds: float = 60.0,  # time for a server to start
+        connections: Annotated[
+            int, Field(ge=1)
+        ] = 1,  # shared by the episodes of a run; calls go to the one with the fewest in progress
+        timeout: Seconds = 30.0,  # time limit of a call
+        start_seconds: Seconds = 60.0,  # time for a server to start
         parallel: bool = False,  # calls of one response may overlap
     ) -> None:
-        given: dict[str, Any] = {"command": command, "url": url, "env": env, "cwd": cwd, "headers": headers}
-        given |= {"only": only, "prefix": prefix, "connections": connections, "parallel": parallel}
-        _check_kinds(given | {"timeout": timeout, "start_seconds": start_seconds})
-        if sessions not in ("run", "episode"):
-            raise ConfigError(f"an MCP server's sessions must be run or episode, got {sessions!r}")
-        if connections < 1 or (connections > 1 and sessions == "episode"):
+        if connections > 1 and sessions == "episode":
             raise ConfigError(
-                f"connections={connections}: at least 1, and no more with sessions: episode, where each episode has one"
+                f"connections={connections} does not go with sessions: episode, where each episode has one"
             )
-        if not (timeout > 0 and start_seconds > 0):
-            raise ConfigError(f"timeout={timeout} and start_seconds={start_seconds} must be positive seconds")
         self.server = Server(
-            command=_check_place(command, url, env=env, cwd=cwd, headers=headers),
+            command=_words(command, url, env=env, cwd=cwd, headers=headers),
             url=url,
             env=dict(env or {}),
             cwd=None if cwd is None else Path(cwd),
@@ -102,7 +118,7 @@ class MCPTools(ToolSet):
 
     def _list(self) -> list[RemoteTool]:
         """Ask the server in another thread, because an event loop may run in this one."""
-        found: list[RemoteTool] | Exception = []
+        found: Future[list[RemoteTool]] = Future()
 
         async def ask() -> list[RemoteTool]:
             connection = Connection(self.server)
@@ -114,22 +130,20 @@ class MCPTools(ToolSet):
                 await connection.close()
 
         def work() -> None:
-            nonlocal found
             try:
-                found = asyncio.run(ask())
+                found.set_result(asyncio.run(ask()))
             except Exception as error:  # noqa: BLE001 (raised below, in the caller's thread)
-                found = error
+                found.set_exception(error)
 
-        thread = Thread(target=work, daemon=True)
-        thread.start()
-        thread.join()
-        if isinstance(found, ServerError):
-            raise ConfigError(str(found)) from found
-        if isinstance(found, Exception):
+        Thread(target=work, daemon=True).start()
+        try:
+            return found.result()
+        except ServerError as error:
+            raise ConfigError(str(error)) from error
+        except Exception as error:
             raise ConfigError(
-                f"the MCP server {str(self.server)!r} could not list its tools: {describe(found)}"
-            ) from found
-        return found
+                f"the MCP server {str(self.server)!r} could not list its tools: {describe(error)}"
+            ) from error
 
     def _select(self, remote: Sequence[RemoteTool]) -> list[RemoteTool]:
         by_name = {tool.name: tool for tool in remote}
@@ -171,7 +185,7 @@ class MCPTools(ToolSet):
         except TimeoutError:
             raise ToolError(f"the tool did not answer within {self.timeout:g} s") from None
         except MCPError as error:
-            logger.warning("a call of %s on %s failed: %s%s", name, self.server, error, await connection.stderr())
+            logger.warning("a call of %s on %s failed: %s%s", name, self.server, error, connection.stderr())
             raise ToolError(f"the call failed: {error}. The tool may work again when it is called again") from error
         return as_result(result)
 
@@ -183,11 +197,8 @@ class MCPTools(ToolSet):
     def _key(self, episode: str | None) -> str:
         if self._per_episode:
             return episode or ""
-        return min(map(str, range(self._shared)), key=lambda key: self._load(key))
-
-    def _load(self, key: str) -> int:
-        connection = self._connections.get(key)
-        return 0 if connection is None else connection.calls
+        in_progress = {key: connection.calls for key, connection in self._connections.items()}
+        return min(map(str, range(self._shared)), key=lambda key: in_progress.get(key, 0))
 
     async def _connection(self, key: str) -> Connection:
         """Return a connection that works, a new one if necessary."""
@@ -256,46 +267,16 @@ class MCPTool(BaseTool):
         return await self._owner.call(self._remote, args, self._episode)
 
 
-_TEXT, _SECONDS, _TABLE = (str | None, "a string"), (int | float, "a number of seconds"), (Mapping | None, "a mapping")
-_KINDS: dict[str, tuple[Any, str]] = {
-    "command": (str | list | tuple | None, "a list of words"),
-    "url": _TEXT,
-    "env": _TABLE,
-    "cwd": (str | Path | None, "a path"),
-    "headers": _TABLE,
-    "only": (list | tuple | None, "a list of names"),
-    "prefix": (str, "a string"),
-    "connections": (int, "an integer"),
-    "timeout": _SECONDS,
-    "start_seconds": _SECONDS,
-    "parallel": (bool, "true or false"),
-}
-
-
-def _check_kinds(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value of a wrong type, which YAML may have."""
-    for name, value in settings.items():
-        kind, wanted = _KINDS[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"{name} of an MCP server must be {wanted}, got {value!r:.100}")
-
-
-def _check_place(command: str | Sequence[str] | None, url: str | None, **settings: Any) -> tuple[str, ...]:
+def _words(command: str | Sequence[str] | None, url: str | None, **settings: Any) -> tuple[str, ...]:
     """Return the command as words. Raises ConfigError unless there is exactly one of command and url."""
     if (command is None) == (url is None):
         raise ConfigError(f"an MCP server needs either a command or a url, got command={command!r} and url={url!r}")
-    idle = ("headers",) if url is None else ("env", "cwd")
-    for name in idle:
+    for name in ("headers",) if url is None else ("env", "cwd"):
         if settings[name]:
             raise ConfigError(f"{name} has no effect on an MCP server with a {'command' if url is None else 'url'}")
-    for name in ("env", "headers"):
-        wrong = {key: value for key, value in (settings[name] or {}).items() if not isinstance(value, str)}
-        if wrong:
-            key = next(iter(wrong))
-            raise ConfigError(f"{name}.{key} of an MCP server must be a string; put the value in quotes")
     if url is not None and not url.startswith(("http://", "https://", "$")):
         raise ConfigError(f"the url of an MCP server must start with http:// or https://, got {url!r}")
     words = tuple(command.split() if isinstance(command, str) else command or ())
-    if url is None and (not words or not all(isinstance(word, str) for word in words)):
-        raise ConfigError(f"the command of an MCP server must be a list of words, got {command!r}")
+    if url is None and not words:
+        raise ConfigError("the command of an MCP server is empty")
     return words

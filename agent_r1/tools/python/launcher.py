@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.inside.confine import Orders
-from agent_r1.tools.python.inside.zygote import RUN, SESSION
+from agent_r1.tools.python.inside.zygote import FORK
 from agent_r1.tools.python.limits import Limits, SandboxError
 from agent_r1.tools.python.process import SandboxProcess
 from agent_r1.tools.python.view import PACKAGES, WARM_UP, find_interpreter, make_view, module_names
@@ -49,51 +48,45 @@ ENVIRONMENT = {
 
 
 class Launcher:
-    """A few zygotes, started when first needed and again after they have died, used in turn."""
+    """A zygote, started when first needed and again after it has died."""
 
-    def __init__(self, limits: Limits, libraries: Sequence[str], *, isolated: bool, num_zygotes: int = 1) -> None:
+    def __init__(self, limits: Limits, libraries: tuple[str, ...], *, isolated: bool) -> None:
         if not sys.platform.startswith("linux"):
             raise ConfigError(f"the Python sandbox needs Linux, and this is {sys.platform}")
-        self._limits, self._libraries, self._isolated = limits, libraries, isolated
-        self._view = make_view(libraries)  # fails now if a library is missing
-        self._zygotes: list[_Zygote | None] = [None] * num_zygotes
-        self._locks = [threading.Lock() for _ in range(num_zygotes)]
-        self._turn = 0
+        view = make_view(libraries)  # fails now if a library is missing
+        limited = asdict(limits)
+        self._limits = limits
+        self._orders = Orders(
+            isolated=isolated,
+            folders=view.folders,
+            links=view.links,
+            hidden=view.hidden,
+            preload=module_names(libraries),
+            warm_up=[WARM_UP[name] for name in libraries if name in WARM_UP],
+            search=[PACKAGES] if isolated else [path for path in sys.path if path],
+            **{name: limited[name] for name in Orders.__dataclass_fields__ if name in limited},
+        )
+        self._zygote: _Zygote | None = None
+        self._lock = threading.Lock()
         self._closed = False
 
-    def fork(self, *, session: bool) -> SandboxProcess:
+    def fork(self) -> SandboxProcess:
         """Return a process that waits for code."""
-        self._turn = turn = (self._turn + 1) % len(self._zygotes)
-        with self._locks[turn]:
+        with self._lock:
             if self._closed:
                 raise SandboxError("the Python sandbox is closed")
-            zygote = self._zygotes[turn]
-            if zygote is None or not zygote.is_alive:
-                if zygote is not None:
-                    zygote.close()
-                zygote = self._zygotes[turn] = _Zygote(self._orders(), self._limits)
-        return zygote.fork(session=session)
+            if self._zygote is not None and not self._zygote.is_alive:
+                self._zygote.close()
+                self._zygote = None
+            zygote = self._zygote = self._zygote or _Zygote(self._orders, self._limits)
+        return zygote.fork()
 
     def close(self) -> None:
-        self._closed = True
-        for index, lock in enumerate(self._locks):
-            with lock:
-                zygote, self._zygotes[index] = self._zygotes[index], None
-                if zygote is not None:
-                    zygote.close()
-
-    def _orders(self) -> Orders:
-        limits = asdict(self._limits)
-        return Orders(
-            isolated=self._isolated,
-            folders=self._view.folders,
-            links=self._view.links,
-            hidden=self._view.hidden,
-            preload=module_names(self._libraries),
-            warm_up=[WARM_UP[name] for name in self._libraries if name in WARM_UP],
-            search=[PACKAGES] if self._isolated else [path for path in sys.path if path],
-            **{name: limits[name] for name in Orders.__dataclass_fields__ if name in limits},
-        )
+        with self._lock:
+            self._closed = True
+            if self._zygote is not None:
+                self._zygote.close()
+                self._zygote = None
 
 
 class _Zygote:
@@ -132,7 +125,7 @@ class _Zygote:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, *, session: bool) -> SandboxProcess:
+    def fork(self) -> SandboxProcess:
         try:
             channel, channel_inside = socket.socketpair()
             status, status_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,13 +135,10 @@ class _Zygote:
                 f"too few file descriptors for another sandboxed process ({error}). Each running call and each session "
                 "takes 4: raise the limit (ulimit -n)"
             ) from error
-        cpu_seconds = self._limits.session_cpu_seconds if session else self._limits.cpu_seconds
-        process = SandboxProcess(
-            channel=channel, status=status, output=output, limits=self._limits, cpu_seconds=cpu_seconds
-        )
+        process = SandboxProcess(channel=channel, status=status, output=output, limits=self._limits)
         try:
             fds = [channel_inside.fileno(), output_inside, status_inside.fileno()]
-            socket.send_fds(self._control, [SESSION if session else RUN], fds)
+            socket.send_fds(self._control, [FORK], fds)
         except OSError as error:
             process.close()
             raise SandboxError(f"the Python sandbox has ended: {error}") from error

@@ -52,7 +52,7 @@ def what_is_missing(level: str) -> str | None:
     try:
         launcher = Launcher(Limits(seconds=20), (), isolated=level != "process")
         try:
-            process = launcher.fork(session=False)
+            process = launcher.fork()
             try:
                 outcome = process.call("print(6 * 7)")
             finally:

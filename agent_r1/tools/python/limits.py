@@ -15,8 +15,7 @@ class Limits:
     """Limits of one call, unless a comment says otherwise."""
 
     seconds: float = 5.0  # wall time
-    cpu_seconds: int = 6  # per process
-    session_cpu_seconds: int = 60  # per process of a session, over all its calls
+    cpu_seconds: int = 60  # per process, over all calls of a session
     memory_mb: int = 512  # per process, beyond the loaded libraries
     processes: int = 8  # processes and threads together
     file_mb: int = 16  # per file

@@ -28,13 +28,11 @@ MAX_REPORT_BYTES = 64 * 1024
 class SandboxProcess:
     """One forked process, for a single call or for a session of them."""
 
-    def __init__(
-        self, *, channel: socket.socket, status: socket.socket, output: int, limits: Limits, cpu_seconds: int
-    ) -> None:
+    def __init__(self, *, channel: socket.socket, status: socket.socket, output: int, limits: Limits) -> None:
         self._channel = channel  # to the process: carries code in and reports out
         self._status = status  # to the zygote: sends a handle on the process, and later how it ended
         self._output = output  # what the process prints
-        self._limits, self._cpu_seconds = limits, cpu_seconds
+        self._limits = limits
         self._handle = -1  # a pidfd: unlike a pid, it never refers to another process
         self._lock = threading.Lock()
         self.usable = True
@@ -152,7 +150,7 @@ class SandboxProcess:
         if code >= 0:
             return None, f"the process ended itself with exit status {code}"
         # The limit counts clock ticks, but usage is measured in time: on a shared machine they differ widely.
-        if -code == signal.SIGKILL and cpu_seconds > 0.5 * self._cpu_seconds:
+        if -code == signal.SIGKILL and cpu_seconds > 0.5 * self._limits.cpu_seconds:
             return KilledBy.CPU, f"stopped: it used {cpu_seconds:.0f} s of CPU time"
         return KilledBy.SIGNAL, f"the process was ended by signal {-code} ({signal.strsignal(-code)})"
 

@@ -11,8 +11,9 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.launcher import Launcher
@@ -27,39 +28,12 @@ LOST_STATE = "the interpreter was restarted: what earlier calls defined is gone"
 
 @dataclass(slots=True)
 class _Session:
-    """The process of an episode. Its calls run one after another."""
+    """The process of an episode, or of a single call. Its calls run one after another."""
 
     process: SandboxProcess | None = None
     lost: bool = False  # the next call starts with an empty interpreter, and says so
     released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class _Call:
-    """A running call that another thread may cancel, which kills its process."""
-
-    def __init__(self, code: str) -> None:
-        self._code = code
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._process: SandboxProcess | None = None
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._cancelled = True
-            if self._process is not None:
-                self._process.kill()
-
-    def run(self, process: SandboxProcess) -> Outcome:
-        with self._lock:
-            if self._cancelled:
-                raise SandboxError("the call was cancelled before it ran")
-            self._process = process
-        try:
-            return process.call(self._code)
-        finally:
-            with self._lock:
-                self._process = None
 
 
 class Sandbox:
@@ -82,14 +56,17 @@ class Sandbox:
         check_level(level)
         self.level = level
         self.limits = limits or Limits()
-        num_zygotes = max(1, min(slots, cores) // CORES_PER_ZYGOTE)
-        self._launcher = Launcher(self.limits, libraries, isolated=level != "process", num_zygotes=num_zygotes)
+        self._launchers = [
+            Launcher(self.limits, tuple(libraries), isolated=level != "process")
+            for _ in range(max(1, min(slots, cores) // CORES_PER_ZYGOTE))
+        ]
+        self._turns = cycle(self._launchers)
         self._workers = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
         self._sessions: dict[str, _Session] = {}
         self._closed = threading.Event()
         # Also called at the end of the program. Must not hold `self`.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._launcher, self._workers, self._sessions, self._closed
+            self, _shut_down, self._launchers, self._workers, self._sessions, self._closed
         )
 
     async def run(self, code: str, *, session: str | None = None) -> Outcome:
@@ -101,19 +78,16 @@ class Sandbox:
             return Outcome(stdout="", error=f"the code is longer than {self.limits.code_chars} characters")
         if self._closed.is_set():
             raise SandboxError("the Python sandbox is closed")
-        call = _Call(code)
-        future: Future[Outcome]
-        if session is None:
-            future = self._workers.submit(_run_once, self._launcher, call)
-        else:
-            held = self._sessions.setdefault(session, _Session())
-            future = self._workers.submit(_run_in_session, self._launcher, held, call)
+        held = _Session() if session is None else self._sessions.setdefault(session, _Session())
+        future = self._workers.submit(_run, next(self._turns), held, code, session is not None)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if self._closed.is_set() and future.cancelled():
                 raise SandboxError("the Python sandbox was closed before the call ran") from None
-            call.cancel()
+            if session is not None:
+                self._sessions[session] = _Session(lost=True)
+            asyncio.get_running_loop().run_in_executor(None, _end_session, held)
             raise
 
     async def release(self, session: str) -> None:
@@ -130,27 +104,20 @@ class Sandbox:
 # The loop of the worker threads. They hold no reference to the `Sandbox`, which would keep it alive while they work.
 
 
-def _run_once(launcher: Launcher, call: _Call) -> Outcome:
-    process = launcher.fork(session=False)
-    try:
-        return call.run(process)
-    finally:
-        process.close()
-
-
-def _run_in_session(launcher: Launcher, session: _Session, call: _Call) -> Outcome:
+def _run(launcher: Launcher, session: _Session, code: str, keep: bool) -> Outcome:
     with session.lock:
         lost, session.lost = session.lost, False
-        if session.process is None and not session.released:
-            session.process = launcher.fork(session=True)
-        if session.released or session.process is None:  # perhaps while it forked; `_end_session` ends the process
-            raise SandboxError("the session was released while a call waited for it")
         try:
-            outcome = call.run(session.process)
+            if session.process is None and not session.released:
+                session.process = launcher.fork()
+            if session.released or session.process is None:  # perhaps while it forked
+                raise SandboxError("the session was released while a call waited for it")
+            outcome = session.process.call(code)
+            keep = keep and session.process.usable
         except BaseException:
             _drop_process(session)
             raise
-        if not session.process.usable:
+        if not keep:
             _drop_process(session)
     return replace(outcome, stdout=f"[{LOST_STATE}]\n{outcome.stdout}") if lost else outcome
 
@@ -171,12 +138,13 @@ def _end_session(session: _Session) -> None:
 
 
 def _shut_down(
-    launcher: Launcher, workers: ThreadPoolExecutor, sessions: dict[str, _Session], closed: threading.Event
+    launchers: list[Launcher], workers: ThreadPoolExecutor, sessions: dict[str, _Session], closed: threading.Event
 ) -> None:
     closed.set()
     workers.shutdown(wait=False, cancel_futures=True)
     for session in list(sessions.values()):
         _end_session(session)
     sessions.clear()
-    launcher.close()
+    for launcher in launchers:
+        launcher.close()
     workers.shutdown(wait=True)

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def find_interpreter() -> str:
     return os.path.realpath(base)
 
 
-def make_view(libraries: Sequence[str]) -> View:
+@cache
+def make_view(libraries: tuple[str, ...]) -> View:
     folders: list[tuple[str, str]] = []
     links = [("/tmp", "/dev/shm")]  # semaphores of multiprocessing live there
     for folder in SYSTEM:

@@ -36,7 +36,6 @@ class Orders:
     warm_up: list[str]  # our own programs, run once, so that every run starts with warm libraries
     search: list[str]  # where modules are found
     cpu_seconds: int
-    session_cpu_seconds: int
     memory_mb: int
     processes: int
     file_mb: int
@@ -78,7 +77,7 @@ def _become_nobody() -> None:
     kernel.own_proc_files()
 
 
-def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
+def confine_run(orders: Orders, base_bytes: int) -> None:
     """Confine the process of one run, which is already the first of a process namespace (see `zygote.py`)."""
     os.setsid()  # process groups span process namespaces: kill(0) would reach the zygote and other runs
     if orders.isolated:
@@ -91,7 +90,7 @@ def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
         os.chdir("/tmp")
     _write(orders.proc, "self/oom_score_adj", "1000")  # the first to be killed when memory runs out
     os.close(orders.proc)
-    _set_limits(orders, base_bytes, session)
+    _set_limits(orders, base_bytes)
     kernel.no_new_privileges()
     kernel.forbid_huge_pages()
     if orders.isolated:
@@ -99,10 +98,10 @@ def confine_run(orders: Orders, *, base_bytes: int, session: bool) -> None:
     kernel.filter_system_calls()
 
 
-def _set_limits(orders: Orders, base_bytes: int, session: bool) -> None:
+def _set_limits(orders: Orders, base_bytes: int) -> None:
     limits = {
         resource.RLIMIT_AS: base_bytes + orders.memory_mb * MIB,
-        resource.RLIMIT_CPU: orders.session_cpu_seconds if session else orders.cpu_seconds,
+        resource.RLIMIT_CPU: orders.cpu_seconds,
         resource.RLIMIT_FSIZE: orders.file_mb * MIB,
         resource.RLIMIT_NOFILE: orders.open_files,
         resource.RLIMIT_CORE: 0,

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from agent_r1.tools.python.inside import confine, interpreter, kernel
 
-RUN, SESSION = b"run", b"session"
+FORK = b"fork"  # the only request
 ENDED = struct.Struct("!id")  # wait status, CPU seconds
 CHANNEL, PROC = 3, 4  # descriptors of a run; the second is closed before untrusted code runs
 MAX_SWEEPS = 200
@@ -72,13 +72,13 @@ class Zygote:
                 os.read(self._wake, 4096)
                 self._reap()
             if self._control.fileno() in ready:
-                kind, fds, _, _ = socket.recv_fds(self._control, 64, 3)
-                if not kind:  # the host has closed the socket or died
+                request, fds, _, _ = socket.recv_fds(self._control, 64, 3)
+                if not request:  # the host has closed the socket or died
                     self._end_all()
                     os._exit(0)
-                self._launch(kind, *fds)
+                self._launch(*fds)
 
-    def _launch(self, kind: bytes, channel: int, output: int, status_fd: int) -> None:
+    def _launch(self, channel: int, output: int, status_fd: int) -> None:
         status = socket.socket(fileno=status_fd)
         try:
             pid = self._fork()
@@ -86,7 +86,7 @@ class Zygote:
             _send_last(status, str(error).encode())
         else:
             if pid == 0:
-                self._become_run(kind, channel, output)
+                self._become_run(channel, output)
             self._running[pid] = status
             handle = os.pidfd_open(pid)
             with suppress(OSError):
@@ -108,7 +108,7 @@ class Zygote:
             kernel.set_pid_namespace(self._own_pids)
         return pid
 
-    def _become_run(self, kind: bytes, channel_fd: int, output: int) -> None:
+    def _become_run(self, channel_fd: int, output: int) -> None:
         """Run code in the forked process. Never returns."""
         status = 70
         try:
@@ -117,7 +117,7 @@ class Zygote:
             orders = self._take_descriptors(channel_fd, output)
             channel = socket.socket(fileno=CHANNEL)
             try:
-                confine.confine_run(orders, base_bytes=self._base_bytes, session=kind == SESSION)
+                confine.confine_run(orders, self._base_bytes)
             except Exception as error:  # noqa: BLE001 (nothing may run unconfined)
                 interpreter.send(channel, {"broken": f"{type(error).__name__}: {error}"})
             else:
