@@ -266,7 +266,8 @@ def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
         unknown = next((key for key in settings if key not in inspect.signature(MCPTools).parameters), None)
         hint = did_you_mean(unknown, inspect.signature(MCPTools).parameters) if unknown else ""
         raise ConfigError(f"task.tools: mcp: {error}.{hint}") from error
-    return MCPTools(**settings)
+    with one_line_errors("task.tools: mcp:", ConfigError):
+        return MCPTools(**settings)
 
 
 def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool | ToolSet:

@@ -57,6 +57,13 @@ class BadArguments(Exception):
     """The arguments do not fit the tool. The text is for the model that sent them."""
 
 
+def refuse_if_any(problems: list[str], tool: str, parameters: Mapping[str, Any]) -> None:
+    if problems:
+        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        shown = "; ".join(problems[:MAX_PROBLEMS] + more)
+        raise BadArguments(f"bad arguments for {signature(tool, parameters)}: {shown}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKeys:
     """Which `tools_kwargs` a tool takes."""
@@ -104,10 +111,7 @@ class Arguments:
             valid = self.adapter.validate_python({key: value for key, value in arguments.items() if key in known})
         except ValidationError as error:
             problems += [_describe_problem(dict(detail)) for detail in error.errors(include_url=False)]
-        if problems:
-            shown = problems[:MAX_PROBLEMS]
-            shown += [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-            raise BadArguments(f"bad arguments for {signature(self.tool, self.parameters)}: {'; '.join(shown)}")
+        refuse_if_any(problems, self.tool, self.parameters)
         return {**deepcopy(dict(self.defaults)), **valid} if self.defaults and isinstance(valid, dict) else valid
 
 
@@ -231,38 +235,56 @@ def _arguments(tool: str, kind: Any, defaults: Mapping[str, Any]) -> Arguments:
             properties[name] = dict(sorted(shown.items()))  # in pydantic's order, because the model reads it
     except (PydanticUserError, PydanticSerializationError, NameError) as error:
         raise ConfigError(f"tool {tool!r}: its parameters have no JSON schema: {error}") from error
-    parameters = _inline(tool, raw, raw.get("$defs", {}), ())
+    parameters = inlined(tool, raw)
     # Unknown arguments are refused anyway, and a pydantic model's docstring is not for the policy.
     for key in ("additionalProperties", "description"):
         parameters.pop(key, None)
     return Arguments(tool=tool, adapter=adapter, parameters=parameters, defaults=defaults)
 
 
-def _inline(tool: str, node: Any, defs: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
-    """Replace every `$ref` by the schema it names, and drop pydantic's titles."""
-    if isinstance(node, list):
-        return [_inline(tool, item, defs, inside) for item in node]
-    if not isinstance(node, Mapping):
-        return node
-    if "$ref" in node:
-        name = str(node["$ref"]).rsplit("/", 1)[-1]
-        if name in inside:
-            raise ConfigError(
-                f"tool {tool!r}: {name} contains itself, and chat templates cannot show a recursive schema. "
-                "Take the nested part as a JSON string instead."
-            )
-        target = _inline(tool, defs[name], defs, (*inside, name))
-        return {**target, **_inline(tool, {k: v for k, v in node.items() if k != "$ref"}, defs, inside)}
-    result: dict[str, Any] = {}
-    for key, value in node.items():
-        if key in ("$defs", "discriminator") or (key == "title" and isinstance(value, str)):
-            continue
-        if key == "properties":  # argument names, such as "title", not keywords
-            result[key] = {name: _inline(tool, schema, defs, inside) for name, schema in value.items()}
-        else:
-            is_data = key in ("default", "enum", "const", "examples")
-            result[key] = value if is_data else _inline(tool, value, defs, inside)
-    return result
+def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema with every `$ref` replaced by the schema it names, and without titles. Where a schema contains
+    itself, the inner one becomes `{}`, which accepts anything. ConfigError for a reference that leads nowhere."""
+
+    def replaced(node: Any, inside: tuple[str, ...]) -> Any:
+        if isinstance(node, list):
+            return [replaced(item, inside) for item in node]
+        if not isinstance(node, Mapping):
+            return node
+        if isinstance(reference := node.get("$ref"), str):
+            rest = replaced({key: value for key, value in node.items() if key != "$ref"}, inside)
+            target = {} if reference in inside else _look_up(tool, schema, reference)
+            return {**replaced(target, (*inside, reference)), **rest}
+        result = {}
+        for key, value in node.items():
+            if key in ("properties", "patternProperties"):  # by names, such as "title", that are not keywords
+                result[key] = {name: replaced(_as_mapping(each), inside) for name, each in value.items()}
+            elif key not in ("$defs", "definitions", "discriminator") and not (
+                key == "title" and isinstance(value, str)
+            ):
+                is_data = key in ("default", "enum", "const", "examples")
+                result[key] = value if is_data else replaced(_as_mapping(value) if key == "items" else value, inside)
+        return result
+
+    found: dict[str, Any] = replaced(schema, ("#",))
+    return found
+
+
+def _as_mapping(schema: Any) -> Any:
+    """A schema may be `true` or `false`; readers of the result expect a mapping."""
+    return {} if isinstance(schema, bool) else schema
+
+
+def _look_up(tool: str, schema: Any, reference: str) -> Any:
+    place, *parts = reference.split("/")
+    try:
+        for part in parts:
+            schema = schema[int(part) if isinstance(schema, list) else part.replace("~1", "/").replace("~0", "~")]
+    except (KeyError, ValueError, IndexError, TypeError):
+        place = ""
+    if place != "#" or not isinstance(schema, Mapping):
+        raise ConfigError(f"tool {tool!r}: its JSON schema refers to {reference!r}, which it does not contain")
+    return schema
 
 
 def _keep_integer(value: Any, as_float: ValidatorFunctionWrapHandler) -> Any:

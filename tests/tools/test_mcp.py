@@ -259,7 +259,7 @@ def test_variables_fill_in_secrets_that_the_settings_only_name(monkeypatch: pyte
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ValueError, match=named):
         MCPTools(**settings)
 
 

@@ -150,6 +150,18 @@ def test_nested_models_are_inlined_and_a_property_named_title_survives() -> None
     assert run(visit, {"places": [{"title": "Rome"}]}).text == "['Rome'] None"
 
 
+def test_a_model_that_contains_itself_is_shown_once() -> None:
+    @tool
+    def count(tree: Tree) -> int:
+        """Count the trees."""
+        return sum(map(count, tree.children), 1)
+
+    shown = count.parameters["properties"]["tree"]["properties"]["children"]
+    assert shown["items"] == {}
+    assert run(count, {"tree": {"children": [{"children": []}]}}).text == "2"
+    assert run(count, {"tree": {"children": [{"children": 3}]}}).refused
+
+
 def test_parameters_may_have_names_that_pydantic_reserves() -> None:
     @tool
     def odd(json: str, model_config: int, _id: int, copy: bool = False) -> str:
@@ -172,10 +184,6 @@ def test_a_tool_that_cannot_be_shown_is_refused_with_the_reason() -> None:
         """Do."""
         return ""
 
-    def recursive(tree: Tree) -> str:
-        """Do."""
-        return ""
-
     def schemaless(lock: threading.Thread) -> str:
         """Do."""
         return ""
@@ -189,7 +197,6 @@ def test_a_tool_that_cannot_be_shown_is_refused_with_the_reason() -> None:
         (undocumented, "'undocumented'.*docstring"),
         (untyped, "'untyped'.*'a'"),
         (variadic, r"'variadic'.*\*words"),
-        (recursive, "'recursive'.*Tree contains itself"),
         (schemaless, "'schemaless'.*JSON schema"),
     ]
     for function, message in cases:

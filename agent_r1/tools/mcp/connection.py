@@ -12,8 +12,6 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
     from mcp.types import Tool as RemoteTool
 
+    from agent_r1.tools.mcp.tool_set import MCPTools
+
 CHECK_SECONDS = 5.0  # time for a server to prove that it still answers
 CLOSE_SECONDS = 8.0  # the SDK asks a process to exit, terminates it, then kills it
 STDERR_BYTES = 2000  # how much of a server's last output errors quote
@@ -34,23 +34,6 @@ MAX_PAGES = 100  # pages of one list of tools
 
 class ServerError(Exception):
     """A server cannot be started or reached."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Where a server is. In `url`, `env` and `headers`, `$NAME` is replaced by an environment variable, so that secrets
-    appear neither in the config nor in messages."""
-
-    command: tuple[str, ...] = ()
-    url: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    cwd: Path | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    handshake: bool = False  # over HTTP, use a protocol version that has sessions
-    start_seconds: float
-
-    def __str__(self) -> str:
-        return self.url or " ".join(self.command)
 
 
 def expand(text: str) -> str:
@@ -70,7 +53,7 @@ def expand(text: str) -> str:
 class Connection:
     """A connection that is opened once and closed once."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: MCPTools) -> None:
         self.server = server
         self.calls = 0  # calls in progress
         self._in_doubt = False  # a call failed or timed out, so the server may be gone
@@ -98,7 +81,7 @@ class Connection:
             reason = f"no answer within {self.server.start_seconds:g} s (start_seconds)"
         await self.close()
         verb = "be reached" if self.server.url else "start"
-        raise ServerError(f"the MCP server {str(self.server)!r} could not {verb}: {reason}{self.stderr()}")
+        raise ServerError(f"the MCP server {self.server.place!r} could not {verb}: {reason}{self.stderr()}")
 
     async def is_alive(self) -> bool:
         """Whether calls may be sent. Asks the server if an earlier call failed."""
@@ -123,7 +106,7 @@ class Connection:
             cursor = page.next_cursor
             if cursor is None:
                 return found
-        raise ServerError(f"the MCP server {str(self.server)!r} lists its tools on more than {MAX_PAGES} pages")
+        raise ServerError(f"the MCP server {self.server.place!r} lists its tools on more than {MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> CallToolResult:
         """Raise what the SDK raises, or TimeoutError."""
@@ -165,9 +148,12 @@ class Connection:
     async def _serve(self) -> None:
         from mcp import Client
 
+        server = self.server
         async with AsyncExitStack() as stack:
-            transport = await self._over_http(stack) if self.server.url else await self._over_stdio(stack)
-            mode = "legacy" if self.server.handshake else "auto"
+            transport = await self._over_http(stack) if server.url else await self._over_stdio(stack)
+            mode = (
+                "legacy" if server.url and server.sessions == "episode" else "auto"
+            )  # only older versions have sessions over HTTP
             client = await stack.enter_async_context(Client(transport, mode=mode))
             self._ready.set_result(client)
             await self._stop.wait()
@@ -177,13 +163,13 @@ class Connection:
         from mcp.client.stdio import stdio_client
 
         server = self.server
-        program, *arguments = server.command
+        program, *arguments = server.words
         self._stderr = stack.enter_context(TemporaryFile("a+"))  # noqa: SIM115 ("a": it can be truncated meanwhile)
         stack.callback(self.stderr)  # when the process has ended
         parameters = StdioServerParameters(
             command=sys.executable if program == "python" else program,
             args=arguments,
-            env={key: expand(value) for key, value in server.env.items()},
+            env={key: expand(value) for key, value in (server.env or {}).items()},
             cwd=server.cwd,
             encoding_error_handler="replace",
         )
@@ -194,7 +180,7 @@ class Connection:
 
         from agent_r1.tools.mcp.http import make_http_client
 
-        client = make_http_client({key: expand(value) for key, value in self.server.headers.items()})
+        client = make_http_client({key: expand(value) for key, value in (self.server.headers or {}).items()})
         await stack.enter_async_context(client)
         return streamable_http_client(expand(self.server.url or ""), http_client=client)
 

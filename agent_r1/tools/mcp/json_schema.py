@@ -13,17 +13,13 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.validators import validator_for
 from referencing import Registry
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.schema import MAX_PROBLEMS, MAX_VALUE_CHARS, BadArguments, signature
+from agent_r1.tools.schema import MAX_VALUE_CHARS, inlined, refuse_if_any
 
 # With one of these, properties may be allowed that `properties` does not list.
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "allOf", "if", "$ref")
-_DEFINITIONS = ("$defs", "definitions")
 _DATA = ("default", "enum", "const", "examples")
-_BY_NAME = ("properties", "patternProperties")
 
 
 class SchemaArguments:
@@ -49,50 +45,8 @@ class SchemaArguments:
         if self._closed:  # most servers would ignore a misspelt argument without a word
             problems = [f"unknown argument {key!r}" for key in arguments if key not in self.parameters["properties"]]
         problems += map(_describe, self._validator.iter_errors(dict(arguments)))
-        if problems:
-            shown = problems[:MAX_PROBLEMS]
-            shown += [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-            raise BadArguments(f"bad arguments for {signature(self.tool, self.parameters)}: {'; '.join(shown)}")
+        refuse_if_any(problems, self.tool, self.parameters)
         return dict(arguments)
-
-
-def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema with references replaced, for code that looks into properties. Where a schema contains itself,
-    the inner one becomes `{}`, which accepts anything. Raises ConfigError for a reference that leads nowhere."""
-    resolver = Registry().with_resource("", DRAFT202012.create_resource(dict(schema))).resolver()
-
-    def replaced(node: Any, inside: tuple[str, ...]) -> Any:
-        if isinstance(node, list):
-            return [replaced(_as_mapping(item), inside) for item in node]
-        if not isinstance(node, Mapping):
-            return node
-        if not isinstance(reference := node.get("$ref"), str):
-            return {key: opened(key, value, inside) for key, value in node.items() if key not in _DEFINITIONS}
-        rest = {key: value for key, value in node.items() if key != "$ref"}
-        if reference in inside:
-            return replaced(rest, inside)
-        try:
-            target = resolver.lookup(reference).contents
-        except Unresolvable as error:
-            raise ConfigError(
-                f"tool {tool!r}: its JSON schema refers to {reference!r}, which it does not contain. Name the other "
-                "tools in `only`"
-            ) from error
-        found = replaced(target, (*inside, reference))
-        return {**(found if isinstance(found, dict) else {}), **replaced(rest, inside)}
-
-    def opened(key: str, value: Any, inside: tuple[str, ...]) -> Any:
-        if key in _BY_NAME and isinstance(value, Mapping):
-            return {name: replaced(_as_mapping(each), inside) for name, each in value.items()}
-        return value if key in _DATA else replaced(_as_mapping(value) if key == "items" else value, inside)
-
-    result: dict[str, Any] = replaced(schema, ("#",))
-    return result
-
-
-def _as_mapping(schema: Any) -> Any:
-    """Replace the schema `true`, which accepts anything, and `false`, which accepts nothing, by a mapping."""
-    return {True: {}, False: {"not": {}}}[schema] if isinstance(schema, bool) else schema
 
 
 def _with_null(node: Any) -> Any:

@@ -10,15 +10,16 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, validate_call
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from agent_r1.errors import ConfigError, RolloutError, did_you_mean
 from agent_r1.guard import describe
@@ -27,7 +28,6 @@ from agent_r1.tools.mcp.connection import (
     CHECK_SECONDS,
     CLOSE_SECONDS,
     Connection,
-    Server,
     ServerError,
     require_sdk,
 )
@@ -40,64 +40,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Sessions = Literal["run", "episode"]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-def _checked(create: Callable[..., None]) -> Callable[..., None]:
-    """Let a constructor raise ConfigError for a value of a wrong type, which YAML may have."""
-    strictly = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True))(create)
-
-    @wraps(create)
-    def checked(self: object, **settings: Any) -> None:
-        try:
-            strictly(self, **settings)
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            name = ".".join(map(str, wrong["loc"]))
-            raise ConfigError(f"{name} of an MCP server: {wrong['msg']}, got {wrong['input']!r:.100}") from error
-
-    return checked
-
-
+@dataclass(kw_only=True, eq=False, config=ConfigDict(strict=True))
 class MCPTools(ToolSet):
-    """The tools of an MCP server, to be listed among other tools."""
+    """The tools of an MCP server, to be listed among other tools.
 
-    @_checked
-    def __init__(  # noqa: PLR0913 (all settings of a server)
-        self,
-        *,
-        command: str | Sequence[str] | None = None,  # starts a server that talks over stdin and stdout
-        url: str | None = None,  # URL of a running server (streamable HTTP), instead of a command
-        env: Mapping[str, str] | None = None,  # environment of the command, beside PATH, HOME etc.; $NAME is replaced
-        cwd: str | Path | None = None,  # working directory of the command; in YAML: relative to the recipe's folder
-        headers: Mapping[str, str] | None = None,  # headers of requests to the url; $NAME is replaced
-        only: Sequence[str] | None = None,  # names of tools; None: all
-        prefix: str = "",  # put before the name of each tool
-        sessions: Sessions = "run",  # episode: each episode has its own connection, so servers may keep its state
-        connections: Annotated[
-            int, Field(ge=1)
-        ] = 1,  # shared by the episodes of a run; calls go to the one with the fewest in progress
-        timeout: Seconds = 30.0,  # time limit of a call
-        start_seconds: Seconds = 60.0,  # time for a server to start
-        parallel: bool = False,  # calls of one response may overlap
-    ) -> None:
-        if connections > 1 and sessions == "episode":
-            raise ConfigError(
-                f"connections={connections} does not go with sessions: episode, where each episode has one"
-            )
-        self.server = Server(
-            command=_words(command, url, env=env, cwd=cwd, headers=headers),
-            url=url,
-            env=dict(env or {}),
-            cwd=None if cwd is None else Path(cwd),
-            headers=dict(headers or {}),
-            handshake=sessions == "episode" and url is not None,
-            start_seconds=start_seconds,
-        )
-        self.timeout, self.parallel = timeout, parallel
-        self._only, self._prefix = only, prefix
-        self._per_episode, self._shared = sessions == "episode", connections
+    In `url`, `env` and `headers`, `$NAME` is replaced by an environment variable when the server is started, so that
+    secrets appear neither in the config nor in messages.
+    """
+
+    command: str | Sequence[str] | None = None  # starts a server that talks over stdin and stdout
+    url: str | None = None  # URL of a running server (streamable HTTP), instead of a command
+    env: Mapping[str, str] | None = None  # environment of the command, beside PATH, HOME etc.
+    cwd: str | Path | None = None  # working directory of the command; in YAML: relative to the recipe's folder
+    headers: Mapping[str, str] | None = None  # headers of requests to the url
+    only: Sequence[str] | None = None  # names of tools; None: all
+    prefix: str = ""  # put before the name of each tool
+    sessions: Literal["run", "episode"] = "run"  # episode: each has its own connection, so servers may keep its state
+    connections: Annotated[int, Field(ge=1)] = 1  # shared by the episodes of a run; the least busy one takes a call
+    timeout: Seconds = 30.0  # time limit of a call
+    start_seconds: Seconds = 60.0  # time for a server to start
+    parallel: bool = False  # calls of one response may overlap
+
+    def __post_init__(self) -> None:
+        if (self.command is None) == (self.url is None):
+            raise ConfigError(f"an MCP server needs either a command or a url, got {self.command!r} and {self.url!r}")
+        for name in ("headers",) if self.url is None else ("env", "cwd"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} has no effect on an MCP server with a {'url' if self.url else 'command'}")
+        if self.url is not None and not self.url.startswith(("http://", "https://", "$")):
+            raise ConfigError(f"the url of an MCP server must start with http:// or https://, got {self.url!r}")
+        if self.url is None and not self.words:
+            raise ConfigError("the command of an MCP server is empty")
+        if self.connections > 1 and self.sessions == "episode":
+            raise ConfigError("connections > 1 does not go with sessions: episode, where each episode has one")
         self._connections: dict[str, Connection] = {}  # by episode, or by the number of a shared connection
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._closing: set[asyncio.Task[None]] = set()
@@ -105,15 +83,23 @@ class MCPTools(ToolSet):
         self._tools: list[BaseTool] | None = None
 
     @property
+    def words(self) -> list[str]:
+        """The command."""
+        return self.command.split() if isinstance(self.command, str) else list(self.command or ())
+
+    @property
+    def place(self) -> str:
+        return self.url or " ".join(self.words)
+
+    @property
     def made_of(self) -> object:
-        chosen = None if self._only is None else list(self._only)
-        return repr((self.server, chosen, self._prefix, self._per_episode, self._shared, self.timeout, self.parallel))
+        return repr(self)
 
     def tools(self) -> list[BaseTool]:
         """Return the server's tools. The first call starts or asks the server. Raises ConfigError if it cannot."""
         if self._tools is None:
             require_sdk()
-            self._tools = [MCPTool(self, remote, self._prefix) for remote in self._select(self._list())]
+            self._tools = [MCPTool(self, remote) for remote in self._select(self._list())]
         return self._tools
 
     def _list(self) -> list[RemoteTool]:
@@ -121,10 +107,10 @@ class MCPTools(ToolSet):
         found: Future[list[RemoteTool]] = Future()
 
         async def ask() -> list[RemoteTool]:
-            connection = Connection(self.server)
+            connection = Connection(self)
             await connection.open()
             try:
-                async with asyncio.timeout(self.server.start_seconds):
+                async with asyncio.timeout(self.start_seconds):
                     return await connection.tools()
             finally:
                 await connection.close()
@@ -141,28 +127,26 @@ class MCPTools(ToolSet):
         except ServerError as error:
             raise ConfigError(str(error)) from error
         except Exception as error:
-            raise ConfigError(
-                f"the MCP server {str(self.server)!r} could not list its tools: {describe(error)}"
-            ) from error
+            raise ConfigError(f"the MCP server {self.place!r} could not list its tools: {describe(error)}") from error
 
     def _select(self, remote: Sequence[RemoteTool]) -> list[RemoteTool]:
         by_name = {tool.name: tool for tool in remote}
-        for name in self._only or ():
+        for name in self.only or ():
             if name not in by_name:
                 raise ConfigError(
-                    f"only: the MCP server {str(self.server)!r} has no tool {name!r}.{did_you_mean(name, by_name)}"
+                    f"only: the MCP server {self.place!r} has no tool {name!r}.{did_you_mean(name, by_name)}"
                 )
-        chosen = list(by_name.values()) if self._only is None else [by_name[name] for name in self._only]
+        chosen = list(by_name.values()) if self.only is None else [by_name[name] for name in self.only]
         if not chosen:
-            raise ConfigError(f"the MCP server {str(self.server)!r} has no tools" + ("" if by_name else " at all"))
+            raise ConfigError(f"the MCP server {self.place!r} has no tools" + ("" if by_name else " at all"))
         return chosen
 
     async def open(self) -> None:
         """Connect, so that a server that has gone since it listed its tools stops the run at once."""
-        if self._per_episode:
+        if self.sessions == "episode":
             return
         try:
-            await asyncio.gather(*(self._connection(str(number)) for number in range(self._shared)))
+            await asyncio.gather(*(self._connection(str(number)) for number in range(self.connections)))
         except ServerError as error:
             raise RolloutError(str(error)) from error
 
@@ -185,7 +169,7 @@ class MCPTools(ToolSet):
         except TimeoutError:
             raise ToolError(f"the tool did not answer within {self.timeout:g} s") from None
         except MCPError as error:
-            logger.warning("a call of %s on %s failed: %s%s", name, self.server, error, connection.stderr())
+            logger.warning("a call of %s on %s failed: %s%s", name, self.place, error, connection.stderr())
             raise ToolError(f"the call failed: {error}. The tool may work again when it is called again") from error
         return as_result(result)
 
@@ -195,10 +179,10 @@ class MCPTools(ToolSet):
         self._locks.pop(episode, None)  # only now: a call that reconnects holds it
 
     def _key(self, episode: str | None) -> str:
-        if self._per_episode:
+        if self.sessions == "episode":
             return episode or ""
         in_progress = {key: connection.calls for key, connection in self._connections.items()}
-        return min(map(str, range(self._shared)), key=lambda key: in_progress.get(key, 0))
+        return min(map(str, range(self.connections)), key=lambda key: in_progress.get(key, 0))
 
     async def _connection(self, key: str) -> Connection:
         """Return a connection that works, a new one if necessary."""
@@ -210,9 +194,9 @@ class MCPTools(ToolSet):
             if known is not None and await known.is_alive():
                 return known
             if known is not None:
-                logger.warning("connecting to the MCP server %s again", self.server)
+                logger.warning("connecting to the MCP server %s again", self.place)
                 self._retire(key)
-            made = Connection(self.server)
+            made = Connection(self)
             try:
                 await made.open()
             except ServerError as error:
@@ -232,15 +216,15 @@ class MCPTools(ToolSet):
 class MCPTool(BaseTool):
     """One tool of a server."""
 
-    def __init__(self, owner: MCPTools, remote: RemoteTool, prefix: str) -> None:
+    def __init__(self, owner: MCPTools, remote: RemoteTool) -> None:
         self._owner, self._remote = owner, remote.name
         self._episode: str | None = None
-        self.name = prefix + remote.name
+        self.name = owner.prefix + remote.name
         self.description = remote.description or remote.title or remote.name
         self.parameters = {"type": "object", "properties": {}, **remote.input_schema}
         self.parallel = owner.parallel
         # A backstop: the call has a time limit of its own, which leaves time to connect before.
-        self.timeout = owner.timeout + owner.server.start_seconds + 2 * CHECK_SECONDS + CLOSE_SECONDS
+        self.timeout = owner.timeout + owner.start_seconds + 2 * CHECK_SECONDS + CLOSE_SECONDS
 
     @cached_property
     def arguments(self) -> SchemaArguments:  # type: ignore[override]
@@ -265,18 +249,3 @@ class MCPTool(BaseTool):
 
     async def execute(self, args: dict[str, Any]) -> ToolResult:  # type: ignore[override]
         return await self._owner.call(self._remote, args, self._episode)
-
-
-def _words(command: str | Sequence[str] | None, url: str | None, **settings: Any) -> tuple[str, ...]:
-    """Return the command as words. Raises ConfigError unless there is exactly one of command and url."""
-    if (command is None) == (url is None):
-        raise ConfigError(f"an MCP server needs either a command or a url, got command={command!r} and url={url!r}")
-    for name in ("headers",) if url is None else ("env", "cwd"):
-        if settings[name]:
-            raise ConfigError(f"{name} has no effect on an MCP server with a {'command' if url is None else 'url'}")
-    if url is not None and not url.startswith(("http://", "https://", "$")):
-        raise ConfigError(f"the url of an MCP server must start with http:// or https://, got {url!r}")
-    words = tuple(command.split() if isinstance(command, str) else command or ())
-    if url is None and not words:
-        raise ConfigError("the command of an MCP server is empty")
-    return words
