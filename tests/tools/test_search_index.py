@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 import agent_r1
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tools.search.corpus import Corpus, Passage, read_passages, write_corpus
+from agent_r1.tools.search.corpus import Corpus, Passage, describe_progress, read_passages, write_corpus
 from agent_r1.tools.search.index import FORMAT, MANIFEST, Index, fuse
 from agent_r1.tools.search.lexical import LexicalSettings, Words, best
-from agent_r1.tools.search.progress import describe_progress
 from tests.tools.small_search import TEXTS, build, passages, titles
 
 

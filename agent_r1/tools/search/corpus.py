@@ -7,24 +7,29 @@ their order; rankers refer to them by their place in it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import pyarrow as pa
+from pydantic import Field
 
 from agent_r1.data.files import read_records
 from agent_r1.errors import DataError
-from agent_r1.tools.search.progress import Report, track
+
+Item = TypeVar("Item")
+Report = Callable[[str], None]  # takes the progress of a long loop
 
 ROWS_PER_BATCH = 4096
+REPORT_SECONDS = 1.0
 _SCHEMA = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    passage_id: str  # unique in its corpus
+    passage_id: Annotated[str, Field(alias="id")]  # unique in its corpus; the alias is its name in `wire.py`
     title: str
     text: str
 
@@ -106,3 +111,24 @@ def write_corpus(passages: Iterable[Passage], path: Path, report: Report | None 
 def _to_arrow(batch: Sequence[Passage]) -> Any:
     columns = ([p.passage_id for p in batch], [p.title for p in batch], [p.text for p in batch])
     return pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=_SCHEMA)
+
+
+def track(items: Iterable[Item], stage: str, report: Report | None, total: int | None = None) -> Iterator[Item]:
+    """Yield the items, reporting at most once a second and at the end."""
+    began = last = time.perf_counter()
+    done = 0
+    for done, item in enumerate(items, start=1):
+        yield item
+        now = time.perf_counter()
+        if report is not None and now - last >= REPORT_SECONDS:
+            last = now
+            report(describe_progress(stage, done, total, seconds=now - began))
+    if report is not None:
+        report(f"{stage}: {done:,} passages")
+
+
+def describe_progress(stage: str, done: int, total: int | None, *, seconds: float) -> str:
+    if not total:
+        return f"{stage}: {done:,} passages"
+    left = seconds * (total - done) / done
+    return f"{stage}: {done:,} of {total:,} passages ({done / total:.0%}), about {left:.0f} s left"

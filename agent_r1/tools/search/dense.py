@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_r1.errors import ConfigError, DataError, did_you_mean, import_extra
-from agent_r1.tools.search.corpus import Passage
+from agent_r1.tools.search.corpus import Passage, Report, track
 from agent_r1.tools.search.lexical import Ranking
-from agent_r1.tools.search.progress import Report, track
 
 if TYPE_CHECKING:
     import torch

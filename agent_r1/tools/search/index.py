@@ -17,16 +17,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from agent_r1.disk import write_atomically
 from agent_r1.errors import AgentR1Error, ConfigError, DataError, at_least, did_you_mean
-from agent_r1.tools.search.corpus import Corpus, Passage, write_corpus
+from agent_r1.tools.search.corpus import Corpus, Passage, Report, write_corpus
 from agent_r1.tools.search.dense import DenseRanker, DenseSettings
 from agent_r1.tools.search.lexical import LexicalRanker, LexicalSettings, Ranking
-from agent_r1.tools.search.progress import Report
 
 FORMAT = 1  # format of the folder; indexes of other formats must be rebuilt
 MANIFEST = "manifest.json"
@@ -42,7 +41,7 @@ FUSION_DEPTH = 100  # ranks read of each ranking; passages further down in both 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    passage: Passage
+    passage: Annotated[Passage, Field(alias="document")]  # its name in `wire.py`
     score: float  # comparable only within one result
 
 

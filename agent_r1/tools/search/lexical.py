@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_r1.errors import ConfigError, import_extra
-from agent_r1.tools.search.corpus import Passage
-from agent_r1.tools.search.progress import Report, track
+from agent_r1.tools.search.corpus import Passage, Report, track
 
 _STOP_WORDS = (  # Lucene's English list
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "

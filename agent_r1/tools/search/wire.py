@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.index import Hit, Kind
 
 
@@ -38,46 +37,24 @@ class Health(BaseModel):
     max_top_k: int
 
 
-class _Document(BaseModel):
-    id: str
-    title: str
-    text: str
+class QueryResults(BaseModel):
+    query: str = ""
+    results: list[Hit]
 
 
-class _Result(BaseModel):
-    score: float
-    document: _Document
+class SearchAnswer(BaseModel):
+    query_results: list[QueryResults]
 
 
-class _QueryResults(BaseModel):
-    results: list[_Result]
-
-
-class _Answer(BaseModel):
-    query_results: list[_QueryResults]
-
-
-def write_results(queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> dict[str, Any]:
-    return {
-        "query_results": [
-            {"query": query, "results": [{"score": hit.score, "document": _document(hit.passage)} for hit in hits]}
-            for query, hits in zip(queries, results, strict=True)
-        ]
-    }
+def write_results(queries: Sequence[str], results: Sequence[list[Hit]]) -> dict[str, Any]:
+    pairs = zip(queries, results, strict=True)
+    answer = SearchAnswer(query_results=[QueryResults(query=query, results=hits) for query, hits in pairs])
+    return answer.model_dump(by_alias=True)
 
 
 def read_results(body: bytes, num_queries: int) -> list[list[Hit]]:
     """Raise ValueError if the body is not an answer to this many queries."""
-    answers = _Answer.model_validate_json(body).query_results
+    answers = SearchAnswer.model_validate_json(body).query_results
     if len(answers) != num_queries:
         raise ValueError(f"{len(answers)} results for {num_queries} queries")
-    return [[_hit(result) for result in answer.results] for answer in answers]
-
-
-def _document(passage: Passage) -> dict[str, str]:
-    return {"id": passage.passage_id, "title": passage.title, "text": passage.text}
-
-
-def _hit(result: _Result) -> Hit:
-    document = result.document
-    return Hit(passage=Passage(passage_id=document.id, title=document.title, text=document.text), score=result.score)
+    return [answer.results for answer in answers]
