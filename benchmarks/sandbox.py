@@ -15,8 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from agent_r1.tools.python.levels import LEVELS, what_is_missing
-from agent_r1.tools.python.sandbox import Sandbox
+from agent_r1.tools.python.sandbox import LEVELS, Sandbox, what_is_missing
 from benchmarks.machine import RESULTS, machine
 
 CALLS = 200

@@ -16,8 +16,7 @@ from agent_r1 import check_env, tool
 from agent_r1.envs.base import AgentEnv
 from agent_r1.envs.processes.hosts import WorkerEnv
 from agent_r1.envs.processes.pool import EnvPool
-from agent_r1.envs.processes.protocol import EnvFault
-from agent_r1.envs.processes.values import dump, load
+from agent_r1.envs.processes.protocol import EnvFault, dump, load
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
 from agent_r1.flows.recording import MAX_INFO_NESTING
@@ -285,8 +284,8 @@ def test_answers_may_be_nested_as_deeply_as_calls_and_info() -> None:
 def test_a_failing_close_is_logged_and_affects_no_episode(pool: EnvPool, caplog: pytest.LogCaptureFixture) -> None:
     async def closed() -> None:
         await play(counting(pool, bad_close=True), ["1"])
-        for _ in range(2):  # on both processes, so one of them after the failure
-            await play(counting(pool), ["1"])
+        # On both processes, so one of them after the failure.
+        await asyncio.gather(*(play(counting(pool), ["1"]) for _ in range(2)))
 
     run(closed())
     assert "RuntimeError: stuck door" in caplog.text

@@ -17,8 +17,7 @@ import pytest
 
 from agent_r1.envs.processes import process
 from agent_r1.envs.processes.pool import EnvPool
-from agent_r1.envs.processes.protocol import EnvCrashed, EnvHung, EnvOutOfMemory, EnvStartError
-from agent_r1.envs.processes.values import EnvRaised
+from agent_r1.envs.processes.protocol import EnvCrashed, EnvHung, EnvOutOfMemory, EnvRaised, EnvStartError
 from agent_r1.guard import Escaped, explain
 from agent_r1.types import Transition
 from tests.envs.worker_envs import Counting, Library, Sure, action, row

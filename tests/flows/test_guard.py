@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agent_r1
-from agent_r1.envs.processes.values import dump_error, load_error
+from agent_r1.envs.processes.protocol import dump_error, load_error
 from agent_r1.guard import (
     MAX_ERROR_CHARS,
     Escaped,

@@ -29,7 +29,7 @@ from agent_r1.rollout.scoring import RewardFunction, named_components
 from agent_r1.runs.reader import latest_checkpoint
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
-from agent_r1.tools.python.levels import what_is_missing
+from agent_r1.tools.python.sandbox import what_is_missing
 from agent_r1.types import Group, TaskRow, Trajectory
 
 SMALL_QUICKSTART = [

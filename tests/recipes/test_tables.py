@@ -33,7 +33,7 @@ from agent_r1.recipes.tables.sandbox import setup
 from agent_r1.recipes.tables.sql import Database, SqlTool
 from agent_r1.recipes.tables.synthesis import candidates, guess, synthesize
 from agent_r1.recipes.tables.table import Table, make_table
-from agent_r1.tools.python.levels import what_is_missing
+from agent_r1.tools.python.sandbox import what_is_missing
 from agent_r1.types import Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 
 HEADER = "id\tutterance\tcontext\ttargetValue\n"

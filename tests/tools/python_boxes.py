@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from agent_r1.tools.python.levels import LEVELS, what_is_missing
 from agent_r1.tools.python.limits import Limits, Outcome
-from agent_r1.tools.python.sandbox import Sandbox
+from agent_r1.tools.python.sandbox import LEVELS, Sandbox, what_is_missing
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=2, memory_mb=128, output_chars=1000, processes=6)
 ROOMY = Limits(seconds=60, cpu_seconds=60, memory_mb=256, processes=10)  # enough time on a busy machine

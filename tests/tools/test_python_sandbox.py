@@ -19,10 +19,9 @@ import pytest
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.launcher import Launcher
-from agent_r1.tools.python.levels import LEVELS
 from agent_r1.tools.python.limits import KilledBy, Limits, SandboxError
 from agent_r1.tools.python.process import SandboxProcess
-from agent_r1.tools.python.sandbox import LOST_STATE, Sandbox, _run, _Session
+from agent_r1.tools.python.sandbox import LEVELS, LOST_STATE, Sandbox, _run, _Session
 from tests.tools.python_boxes import LIMITS, fresh_box, run, together
 from tests.tools.python_boxes import box as box
 from tests.tools.python_boxes import boxes as boxes
@@ -106,7 +105,7 @@ def test_a_level_or_library_that_does_not_work_is_refused_at_once(monkeypatch: p
         Sandbox(level="namespace")
     with pytest.raises(ConfigError, match="pip install no_such_thing"):
         Sandbox(level="process", libraries=["no_such_thing"])
-    monkeypatch.setattr("agent_r1.tools.python.levels.what_is_missing", lambda level: "unshare: not permitted")
+    monkeypatch.setattr("agent_r1.tools.python.sandbox.what_is_missing", lambda level: "unshare: not permitted")
     with pytest.raises(ConfigError, match=r"'namespaces'.*unshare: not permitted.*level=process"):
         Sandbox(libraries=())
 

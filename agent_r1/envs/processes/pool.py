@@ -38,8 +38,9 @@ from agent_r1.envs.processes.protocol import (
     Play,
     Start,
     dump_env,
+    load,
+    load_error,
 )
-from agent_r1.envs.processes.values import load, load_error
 from agent_r1.errors import ConfigError
 from agent_r1.guard import blame, describe, explain
 from agent_r1.types import Action, Observation, TaskRow, Transition

@@ -35,9 +35,10 @@ from agent_r1.envs.processes.protocol import (
     Play,
     Start,
     digest,
+    dump,
+    dump_error,
     write_answer,
 )
-from agent_r1.envs.processes.values import dump, dump_error
 from agent_r1.guard import run_through, runner, trace
 from agent_r1.types import Observation, Transition
 

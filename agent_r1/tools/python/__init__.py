@@ -1,1 +1,1 @@
-"""A sandbox for untrusted Python, and the tool "python" over it. Levels of isolation: `levels.py`."""
+"""A sandbox for untrusted Python, and the tool "python" over it. Levels of isolation: `sandbox.py`."""

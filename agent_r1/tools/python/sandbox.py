@@ -2,6 +2,9 @@
 
 Calls wait their turn in order of arrival. A thread watches each running call (`process.py`); waiting calls and idle
 sessions have none. Nothing belongs to an event loop, so one sandbox serves a whole program.
+
+The tests attack every guarantee of a level. Whether this machine supports a level is found out by running code, because
+a kernel or a container may forbid namespaces. A level that is missing is an error, never replaced by another one.
 """
 
 from __future__ import annotations
@@ -12,18 +15,64 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
 from itertools import cycle
 
-from agent_r1.errors import ConfigError
+from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.tools.python.launcher import Launcher
-from agent_r1.tools.python.levels import check_level
 from agent_r1.tools.python.limits import Limits, Outcome, SandboxError
 from agent_r1.tools.python.process import SandboxProcess
 
 LIBRARIES = ("numpy", "sympy")
 CORES_PER_ZYGOTE = 4  # a zygote forks one process at a time, fast enough for this many cores
 LOST_STATE = "the interpreter was restarted: what earlier calls defined is gone"
+
+
+class Guarantee(StrEnum):
+    """What sandboxed code cannot do, whatever it tries."""
+
+    TIME = "time"  # run longer than its wall time
+    MEMORY = "memory"  # take more than memory_mb in a process, and processes * memory_mb + scratch_mb in all
+    OUTPUT = "output"  # return more than output_chars
+    ENDS = "ends"  # leave a process behind
+    PROCESSES = "processes"  # have more processes and threads than its limit
+    NETWORK = "network"  # reach a network, a socket of the host, or another run
+    FILES = "files"  # read anything but Python and the chosen libraries: no environment, no other process
+    WRITES = "writes"  # write anywhere but to a private /tmp, which is deleted with the run
+
+
+LEVELS = {
+    "namespaces": frozenset(Guarantee),
+    "process": frozenset({Guarantee.TIME, Guarantee.MEMORY, Guarantee.OUTPUT}),  # runs as the same user, hides nothing
+}
+
+
+def check_level(level: str) -> None:
+    """Raise ConfigError if this machine does not support `level`."""
+    if level not in LEVELS:
+        raise ConfigError(f"unknown sandbox level {level!r}.{did_you_mean(str(level), LEVELS)}")
+    missing = what_is_missing(level)
+    if missing is not None:
+        raise ConfigError(
+            f"the sandbox level {level!r} does not work here: {missing}. Allow user namespaces "
+            "(user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or set level=process, which "
+            "hides nothing of this machine, in a container that holds nothing of value"
+        )
+
+
+@cache
+def what_is_missing(level: str) -> str | None:
+    """Run a program at this level. Returns None if it works, else the reason."""
+    try:
+        launcher = Launcher(Limits(seconds=20), (), isolated=level != "process")
+        with closing(launcher), closing(launcher.fork()) as process:
+            outcome = process.call("print(6 * 7)")
+    except (SandboxError, ConfigError, OSError) as error:
+        return str(error)
+    return None if outcome.stdout == "42\n" else f"a first program failed: {outcome.error or outcome.stdout!r}"
 
 
 @dataclass(slots=True)
@@ -37,7 +86,7 @@ class _Session:
 
 
 class Sandbox:
-    """Runs code at a level of isolation (`levels.py`). Raises ConfigError if this machine does not support it."""
+    """Runs code at a level of isolation. Raises ConfigError if this machine does not support it."""
 
     def __init__(
         self,
