@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,11 +36,11 @@ class ScriptedCall:
     media: tuple[Any, ...] = ()
 
 
-Script = Callable[[ScriptedCall], Response] | Sequence[Response] | Mapping[str, Sequence[Response]]
+Script = Callable[[ScriptedCall], Response] | Sequence[Response]
 
 
 class ScriptedEngine:
-    """Answers from a function of the call, a list in order of arrival, or one list per session."""
+    """Answers from a function of the call, or a list in order of arrival."""
 
     def __init__(self, responses: Script, *, tokenizer: TextEncoder | None = None, delay: float = 0.0) -> None:
         self.calls: list[ScriptedCall] = []
@@ -64,7 +64,7 @@ class ScriptedEngine:
         completion = self._begin(prompt, sampling, session)()
         for index, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
             if session in self._aborted:
-                return _first_tokens(completion, index)
+                return replace(completion.first(index), stop="abort")
             await asyncio.sleep(self._delay)
             on_tokens([token], [logprob])
         return completion
@@ -100,15 +100,9 @@ class ScriptedEngine:
     def _response(self, call: ScriptedCall, index: int) -> Response:
         if callable(self._responses):
             return self._responses(call)
-        if isinstance(self._responses, Mapping):
-            if call.session not in self._responses:
-                raise RolloutError(f"the script has no session {call.session!r}, only {sorted(self._responses)}")
-            script, index = self._responses[call.session], call.turn
-        else:
-            script = self._responses
-        if index >= len(script):
+        if index >= len(self._responses):
             raise RolloutError(f"the script has no response {index + 1} for session {call.session!r}")
-        return script[index]
+        return self._responses[index]
 
     def _completion(self, response: Response, sampling: Sampling) -> Completion:
         if isinstance(response, Completion):
@@ -122,21 +116,10 @@ class ScriptedEngine:
         return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
 
 
-def _first_tokens(completion: Completion, count: int) -> Completion:
-    ids, logprobs = completion.token_ids[:count], completion.logprobs[:count]
-    return Completion(token_ids=ids, logprobs=logprobs, stop="abort", versions=((0, count),) if count else ())
-
-
 def _truncate(completion: Completion, sampling: Sampling, version: int) -> Completion:
     """End a response at the first stop id or at max_tokens."""
     ids = completion.token_ids
     end = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
     kept = min(end, sampling.max_tokens)
-    return replace(
-        completion,
-        token_ids=ids[:kept],
-        logprobs=completion.logprobs[:kept],
-        support=None if completion.support is None else completion.support.first(kept),
-        stop="length" if kept < end else completion.stop,
-        versions=((version, kept),) if kept else (),
-    )
+    stop = "length" if kept < end else completion.stop
+    return replace(completion.first(kept), stop=stop, versions=((version, kept),) if kept else ())

@@ -12,7 +12,6 @@ results, do not depend on timing as long as tools do not wait.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
@@ -24,14 +23,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from agent_r1.compute.attention import position_limit, short_windows
-from agent_r1.engines.local.model_runner import NUM_PROBES, copy_weights, fix_rope
+from agent_r1.compute.attention import short_windows
+from agent_r1.engines.local.model_runner import NUM_PROBES, copy_weights, describe_difference, fix_rope
 from agent_r1.engines.local.request import Request
 from agent_r1.engines.local.request_engine import RequestEngine
 from agent_r1.engines.local.sampling import Kept, sample
-from agent_r1.errors import RolloutError, UnsupportedModelError
-
-logger = logging.getLogger(__name__)
+from agent_r1.errors import UnsupportedModelError
 
 SETTLE_TURNS = 32  # turns of the event loop after an answer, in which the episode can send its next request
 LOOP_CHECK_SECONDS = 1.0  # between checks whether the event loop still exists
@@ -40,6 +37,7 @@ WAYS = (("sdpa", True), ("eager", True), ("sdpa", False), ("eager", False))
 FORCED = 3  # tokens that each probe is continued by
 
 Draws = list[tuple[Request, int, float, Kept | None]]
+Choose = Callable[[Tensor], list[int] | None]  # logits, [B, V] -> the next tokens, or None to stop
 
 
 class Batcher:
@@ -100,18 +98,10 @@ class TransformersEngine(RequestEngine):
         threads: int | None = None,
     ) -> None:
         self._batcher = Batcher(max_running=max_running, max_cached_tokens=max_cached_tokens)
-        super().__init__(
-            self._batcher,
-            vocab=model.get_input_embeddings().num_embeddings,
-            max_positions=position_limit(model.config) or max_cached_tokens,
-            seed=seed,
-            threads=threads,
-        )
+        super().__init__(self._batcher, model, seed=seed, threads=threads)
         self._model: Any = model.eval().requires_grad_(False)
         self._model.generation_config = GenerationConfig()  # the model's own would add penalties and stop tokens
         self._playing: asyncio.Future[None] | None = None  # the batch on the worker
-        if model.device.type == "cuda":
-            self._on_worker(lambda: torch.cuda.set_device(model.device))  # torch remembers it per thread
         self._on_worker(self._choose_way)
         self.startup_seconds = time.perf_counter() - self._started
 
@@ -123,79 +113,52 @@ class TransformersEngine(RequestEngine):
             await asyncio.wait([self._playing])
 
     async def _drive(self) -> None:
-        error: RolloutError | None = None
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                for _ in range(SETTLE_TURNS):
-                    await asyncio.sleep(0)
-                batch = self._batcher.take()
-                if not batch:
-                    return
-                self._playing = loop.run_in_executor(self._worker, self._play, batch, loop)
-                try:
-                    await self._playing
-                finally:
-                    self._playing = None
-                self._batcher.waiting.extendleft(request for request in reversed(batch) if request.live)
-        except Exception as failure:
-            logger.exception("a batch of the transformers engine failed")
-            error = RolloutError(f"the engine's batch failed: {failure!r}")
-            error.__cause__ = failure
-        finally:
-            self._end(error)
+        while True:
+            await _settle_turns()
+            batch = self._batcher.take()
+            if not batch:
+                return
+            self._playing = loop.run_in_executor(self._worker, self._play, batch, loop)
+            try:
+                await self._playing
+            finally:
+                self._playing = None
+            self._batcher.waiting.extendleft(request for request in reversed(batch) if request.live)
 
     def _play(self, batch: list[Request], loop: asyncio.AbstractEventLoop) -> None:
         """Sample for all requests of a batch, on the worker."""
-        counts = [len(request.logprobs) for request in batch]
-        running = dict(enumerate(batch))
 
         def choose(scores_BV: Tensor) -> list[int] | None:
-            for index in [index for index, request in running.items() if not request.live]:
-                del running[index]
-            if not running:
+            rows = [row for row, request in enumerate(batch) if request.live]
+            if not rows:
                 return None
-            rows = torch.tensor(list(running), device=scores_BV.device)
-            settings = [request.sampling for request in running.values()]
-            uniforms = [request.uniforms[counts[index]] for index, request in running.items()]
-            drawn = sample(scores_BV[rows], settings, uniforms)
-            draws: Draws = list(zip(running.values(), *drawn, strict=True))
-            chosen = [0] * len(batch)
-            ended = False
-            for (index, request), (_, token, logprob, _) in zip(list(running.items()), draws, strict=True):
-                chosen[index] = token
-                counts[index] += 1
-                if _ends(request, token, counts[index]) or not math.isfinite(logprob):
-                    ended = True
-                    del running[index]
-            if not ended:
-                loop.call_soon_threadsafe(self._record, draws)
-                return chosen
-            return chosen if self._wait_for(loop, draws, len(running)) else None
+            running = [batch[row] for row in rows]
+            uniforms = [request.uniforms[len(request.logprobs)] for request in running]
+            scores_RV = scores_BV[torch.tensor(rows, device=scores_BV.device)]
+            drawn = sample(scores_RV, [request.sampling for request in running], uniforms)
+            chosen = dict(zip(rows, drawn[0], strict=True))
+            goes_on = self._wait_for(loop, list(zip(running, *drawn, strict=True)))
+            return [chosen.get(row, 0) for row in range(len(batch))] if goes_on else None
 
         with torch.inference_mode():
             self._generate([request.tokens for request in batch], max(request.left for request in batch), choose)
 
-    def _wait_for(self, loop: asyncio.AbstractEventLoop, draws: Draws, running: int) -> bool:
-        """Let the event loop answer requests and take new ones; returns whether to go on with the batch."""
-
-        async def answer() -> bool:
-            self._record(draws)
-            for _ in range(SETTLE_TURNS):
-                await asyncio.sleep(0)
-            return len(self._batcher.waiting) < running
-
-        answered = asyncio.run_coroutine_threadsafe(answer(), loop)
+    def _wait_for(self, loop: asyncio.AbstractEventLoop, draws: Draws) -> bool:
+        """Have the event loop record the draws; returns whether to go on with the batch."""
+        if loop.is_closed():
+            return False
+        recorded = asyncio.run_coroutine_threadsafe(self._record(draws), loop)
         while True:
             try:
-                return answered.result(LOOP_CHECK_SECONDS)
+                return recorded.result(LOOP_CHECK_SECONDS)
             except TimeoutError:
                 if loop.is_closed():
                     return False
             except CancelledError:
                 return False
 
-    def _record(self, draws: Draws) -> None:
+    async def _record(self, draws: Draws) -> bool:
         for request, token, logprob, kept in draws:
             if not request.live:
                 continue
@@ -205,14 +168,19 @@ class TransformersEngine(RequestEngine):
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.kept += [kept] if kept is not None else []
-            if _ends(request, token, len(request.logprobs)):
+            if token in request.sampling.stop_ids or not request.left:
                 request.live = False
                 self._answer(request)
         self._report()
         self._deliver()
+        running = sum(request.live for request, *_ in draws)
+        if running == len(draws):
+            return True
+        await _settle_turns()
+        return len(self._batcher.waiting) < running
 
-    def _generate(self, prompts: Sequence[list[int]], most: int, choose: Callable[[Tensor], list[int] | None]) -> None:
-        """Run transformers' generate. `choose` gets the logits, [B, V], and returns the next tokens or None to stop."""
+    def _generate(self, prompts: Sequence[list[int]], most: int, choose: Choose) -> None:
+        """Run transformers' generate with the tokens that `choose` returns."""
         width, device = max(map(len, prompts)), self._model.device
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -273,21 +241,18 @@ class TransformersEngine(RequestEngine):
 
             self._generate([ids[:-FORCED] for ids in part], FORCED, force)
             got += torch.stack(seen, dim=1).unbind(0)
-        dtype = self._model.get_input_embeddings().weight.dtype  # the head may have a higher precision
-        tolerance = max(1e-4, 8 * torch.finfo(dtype).eps)
-        scale = torch.cat(expected).abs().max().item()
-        error = (torch.cat(got) - torch.cat(expected)).abs().max().item()
-        return None if error <= tolerance * scale else f"{error:.3g} where the largest is {scale:.3g}"
+        return describe_difference(self._model, torch.cat(got), torch.cat(expected))
 
 
-def _ends(request: Request, token: int, count: int) -> bool:
-    return token in request.sampling.stop_ids or count == request.sampling.max_tokens
+async def _settle_turns() -> None:
+    for _ in range(SETTLE_TURNS):
+        await asyncio.sleep(0)
 
 
 class _Steps(LogitsProcessor):  # type: ignore[misc]
     """Leaves only the chosen tokens possible."""
 
-    def __init__(self, choose: Callable[[Tensor], list[int] | None]) -> None:
+    def __init__(self, choose: Choose) -> None:
         self._choose = choose
         self.stopped = False
 

@@ -64,7 +64,6 @@ class Eyes:
     def __init__(self, model: Any, form: PictureFormat) -> None:
         self.form = form
         self.looked = 0  # pictures that went through the tower
-        self.recalled = 0  # pictures whose features were still known
         self._model = model
         self._at_once = False  # whether the tower attends to all pictures of a pass in one call
         self._known: OrderedDict[str, Tensor] = OrderedDict()
@@ -114,7 +113,6 @@ class Eyes:
         if self.learns:
             return torch.cat(self._look(pictures))
         new = [picture for picture in pictures if picture.name not in self._known]
-        self.recalled += len(pictures) - len(new)
         if new:
             with torch.no_grad():
                 self._known |= zip((picture.name for picture in new), self._look(new), strict=True)

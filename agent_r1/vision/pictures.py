@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,17 +50,15 @@ PICTURE_NAME = re.compile(r"[0-9a-f]{32}")
 _DATA_URL = re.compile(r"data:[\w/+.;=-]*;base64,", re.IGNORECASE)
 
 
+@dataclass(slots=True, kw_only=True, repr=False, unsafe_hash=True)
 class Picture:
-    """An RGB picture, named by its content."""
+    """An RGB picture, named by its content. It never changes."""
 
-    __slots__ = ("_is_sound", "encoded", "height", "name", "width")
-
-    def __init__(self, *, name: str, width: int, height: int, encoded: bytes) -> None:
-        self.name = name
-        self.width = width
-        self.height = height
-        self.encoded = encoded  # a file in one of `FORMATS`
-        self._is_sound = False  # whether its pixels have been decoded once
+    name: str
+    width: int = field(compare=False)
+    height: int = field(compare=False)
+    encoded: bytes = field(compare=False)  # a file in one of `FORMATS`
+    is_sound: bool = field(default=False, compare=False)  # whether its pixels have been decoded once
 
     @classmethod
     def from_bytes(cls, data: bytes, *, what: str = "the picture") -> Picture:
@@ -90,9 +89,7 @@ class Picture:
         Image.fromarray(pixels_HWC).save(file, "PNG", compress_level=1)
         # Named by its pixels: encoders differ between versions.
         name = _digest(f"{width}x{height}:".encode() + np.ascontiguousarray(pixels_HWC).tobytes())
-        made = cls(name=name, width=width, height=height, encoded=file.getvalue())
-        made._is_sound = True
-        return made
+        return cls(name=name, width=width, height=height, encoded=file.getvalue(), is_sound=True)
 
     @classmethod
     def stored(cls, path: Path) -> Picture:
@@ -106,7 +103,7 @@ class Picture:
         image: Image.Image = decode(self.encoded, f"picture {self.name}")
         if image.size != (self.width, self.height):
             raise DataError(f"{self!r} decodes to {image.width} x {image.height} pixels")
-        self._is_sound = True
+        self.is_sound = True
         return image
 
     @property
@@ -118,13 +115,8 @@ class Picture:
 
     def check(self) -> None:
         """Raise DataError if the picture cannot be decoded. Decodes it only the first time."""
-        if not self._is_sound:
+        if not self.is_sound:
             self.image()
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether `check` has nothing left to do."""
-        return self._is_sound
 
     @property
     def key(self) -> int:
@@ -137,30 +129,14 @@ class Picture:
         kind = format_of(open_picture(self.encoded, self.name)) or "PNG"
         return f".{kind.lower()}"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Picture) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
     def __str__(self) -> str:
         return self.name
 
     def __repr__(self) -> str:
         return f"Picture({self.width}x{self.height}, {self.name[:12]})"
 
-    def __copy__(self) -> Picture:
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Picture:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.name, self.width, self.height, self.encoded)
-
-
-def _unpickled(name: str, width: int, height: int, encoded: bytes) -> Picture:
-    return Picture(name=name, width=width, height=height, encoded=encoded)
+        return self  # so that episodes which copy their row do not decode it again
 
 
 def as_picture(value: Any, *, what: str = "the picture", folder: Path | None = None) -> Picture:

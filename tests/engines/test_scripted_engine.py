@@ -33,16 +33,8 @@ def test_a_list_is_answered_in_order_of_arrival() -> None:
     engine = ScriptedEngine([[1, STOP], [2, STOP]])
     assert [ask(engine, [5]).token_ids, ask(engine, [6], session="other").token_ids] == [[1, STOP], [2, STOP]]
     assert [(call.prompt_ids, call.session, call.turn) for call in engine.calls] == [([5], "s", 0), ([6], "other", 0)]
-
-
-def test_a_mapping_holds_one_script_per_session() -> None:
-    engine = ScriptedEngine({"x": [[1], [2]], "y": [[3]]})
-    got = [ask(engine, [0], session=session).token_ids for session in ("x", "y", "x")]
-    assert got == [[1], [3], [2]]
-    with pytest.raises(RolloutError, match="response 2 for session 'y'"):
-        ask(engine, [0], session="y")
-    with pytest.raises(RolloutError, match="'z'"):
-        ask(engine, [0], session="z")
+    with pytest.raises(RolloutError, match="response 3 for session 's'"):
+        ask(engine, [5])
 
 
 def test_a_function_sees_the_call() -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from agent_r1.engines.base import Completion, Prompt, Sampling, generate_all
-from agent_r1.engines.vllm import guardian, sent_weights, server_process, shared_weights, vllm_engine
+from agent_r1.engines.vllm import guardian, server_process, shared_weights, vllm_engine
 from agent_r1.engines.vllm.answers import read_completion
 from agent_r1.engines.vllm.assemble import own_share
 from agent_r1.engines.vllm.server_process import ServerProcess, installed_version, read_version
@@ -390,15 +390,6 @@ def test_the_wrong_server_is_refused_before_the_first_step(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_with_a_model_of_another_shape_is_refused(two: list[FakeVLLM], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    two[0].model_config["model"] = str(tmp_path)
-    wanted = replace(WANTED, shape={"vocab_size": VOCAB, "hidden_size": 32})
-    with pytest.raises(ConfigError, match=r"serves another model .*its hidden_size is 64, that of model\.path is 32"):
-        make_engine(two, tmp_path, wanted=wanted)
-    assert two[0].calls == []  # no weights were sent
-
-
 def test_an_unreachable_server_and_another_distribution_are_refused(two: list[FakeVLLM], tmp_path: Path) -> None:
     two[1].stop()
     with pytest.raises(ConfigError, match=r"cannot be reached .*correct engine\.urls"):
@@ -520,7 +511,7 @@ def test_ranks_divide_the_servers(monkeypatch: pytest.MonkeyPatch, variables: di
 
 
 def test_weights_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    gone, mine = (tmp_path / f"{sent_weights.PREFIX}{pid}-x" for pid in (2**30, os.getpid()))
+    gone, mine = (tmp_path / f"{shared_weights.PREFIX}{pid}-x" for pid in (2**30, os.getpid()))
     for folder in (gone, mine):
         folder.mkdir()
     SharedWeights(str(tmp_path), model=tiny("llama"), dtype=torch.float32).remove()

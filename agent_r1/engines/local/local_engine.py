@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agent_r1.compute.attention import position_limit
 from agent_r1.compute.compiling import compile_each, repeated_layers
 from agent_r1.engines.local.blocks import BLOCK_SIZE
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
@@ -36,7 +35,7 @@ from agent_r1.engines.local.model_runner import ModelRunner
 from agent_r1.engines.local.request import Chunk, Draw, EngineStats, ReadDraws
 from agent_r1.engines.local.request_engine import RequestEngine
 from agent_r1.engines.local.scheduler import Scheduler
-from agent_r1.errors import ConfigError, RolloutError
+from agent_r1.errors import ConfigError
 from agent_r1.vision.picture_format import PictureFormat
 
 logger = logging.getLogger(__name__)
@@ -85,15 +84,6 @@ class LocalEngine(RequestEngine):
         pictures: PictureFormat | None = None,
     ) -> None:
         num_blocks = max_cached_tokens // block_size
-        sizes = {
-            "num_blocks": num_blocks,
-            "max_running": max_running,
-            "max_batch_tokens": max_batch_tokens,
-            "burst": burst,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigError(f"LocalEngine needs {name} >= 1, got {value}")
         self.pictures, self._device = pictures, model.device
         on_gpu = model.device.type == "cuda"
         if on_gpu and kernels is None:
@@ -106,21 +96,19 @@ class LocalEngine(RequestEngine):
             burst=1 if kernels is None else burst,
             share_decoding=kernels is None,
         )
-        capacity = self._scheduler.capacity
-        super().__init__(
-            self._scheduler,
-            vocab=model.get_input_embeddings().num_embeddings,
-            max_positions=position_limit(model.config) or capacity,
-            seed=seed,
-            threads=threads if kernels is None else None,
-        )
+        super().__init__(self._scheduler, model, seed=seed, threads=threads if kernels is None else None)
         self._runner: ModelRunner
         if kernels is None:
             self._runner = CpuRunner(model, num_blocks=num_blocks, block_size=block_size, pictures=pictures)
         else:
-            limits = GpuLimits(**sizes, block_size=block_size, max_length=min(self._max_positions, capacity))
-            if on_gpu:
-                self._on_worker(lambda: torch.cuda.set_device(model.device))  # torch remembers it per thread
+            limits = GpuLimits(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_running=max_running,
+                max_batch_tokens=max_batch_tokens,
+                max_length=min(self._max_positions, self._scheduler.capacity),
+                burst=burst,
+            )
             with self._on_device():
                 self._runner = GpuRunner(model, kernels, limits, graphs=on_gpu, pictures=pictures)
         self._max_stop_ids = self._runner.max_stop_ids
@@ -171,31 +159,22 @@ class LocalEngine(RequestEngine):
         self._runner.close()
 
     async def _drive(self) -> None:
-        """Run steps while there are requests. The next `generate` starts another driver."""
-        error: RolloutError | None = None
         in_flight: InFlight | None = None
-        try:
-            while True:
-                self._deliver(ANSWERS_AT_ONCE if self._runner.overlaps else None)
-                for _ in range(SETTLE_TURNS if in_flight is None else 1):
-                    await asyncio.sleep(0)
-                chunks = self._scheduler.plan()
-                if not chunks and in_flight is None:
-                    if self._answers:
-                        continue
-                    return
-                launched = (chunks, await self._launch(chunks)) if chunks else None
-                if launched is not None and not self._runner.overlaps:
-                    in_flight, launched = launched, None
-                if in_flight is not None:
-                    self._record(in_flight[0], await self._read(in_flight[1]))
-                in_flight = launched
-        except Exception as failure:
-            logger.exception("a step of the local engine failed")
-            error = RolloutError(f"the engine's step failed: {failure!r}")
-            error.__cause__ = failure
-        finally:
-            self._end(error)
+        while True:
+            self._deliver(ANSWERS_AT_ONCE if self._runner.overlaps else None)
+            for _ in range(SETTLE_TURNS if in_flight is None else 1):
+                await asyncio.sleep(0)
+            chunks = self._scheduler.plan()
+            if not chunks and in_flight is None:
+                if self._answers:
+                    continue
+                return
+            launched = (chunks, await self._launch(chunks)) if chunks else None
+            if launched is not None and not self._runner.overlaps:
+                in_flight, launched = launched, None
+            if in_flight is not None:
+                self._record(in_flight[0], await self._read(in_flight[1]))
+            in_flight = launched
 
     async def _launch(self, chunks: list[Chunk]) -> ReadDraws:
         if self._runner.overlaps:

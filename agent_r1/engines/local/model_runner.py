@@ -183,11 +183,7 @@ class ModelRunner(ABC):
         with record_windows(windows):
             got = self.logits_of([first, second, third])
         self._check_layers(windows)
-        body = self.model.get_input_embeddings().weight.dtype  # the head may have a higher precision
-        tolerance = max(1e-4, 8 * torch.finfo(body).eps)
-        error, scale = (got - expected).abs().max().item(), expected.abs().max().item()
-        agrees = error <= tolerance * scale  # False for nan
-        return None if agrees else f"{error:.3g} where the largest is {scale:.3g}"
+        return describe_difference(self.model, got, expected)
 
     def load_weights(self, source: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(self.model, source)
@@ -225,6 +221,15 @@ class ModelRunner(ABC):
             raise UnsupportedModelError(
                 f"layers {hidden} of {name} do not pass their sliding window to the attention function"
             )
+
+
+def describe_difference(model: Any, got: Tensor, expected: Tensor) -> str | None:
+    """Describe how far off logits are; None if they agree."""
+    body = model.get_input_embeddings().weight.dtype  # the head may have a higher precision
+    tolerance = max(1e-4, 8 * torch.finfo(body).eps)
+    error, scale = (got - expected).abs().max().item(), expected.abs().max().item()
+    agrees = error <= tolerance * scale  # False for nan
+    return None if agrees else f"{error:.3g} where the largest is {scale:.3g}"
 
 
 def fix_rope(model: Any) -> None:

@@ -7,6 +7,7 @@ has them computed. How they are scheduled and computed is up to the subclass.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,13 +18,17 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from agent_r1.compute.attention import position_limit
 from agent_r1.engines.base import Completion, OnTokens, Prompt, Sampling
 from agent_r1.engines.local.request import Request
 from agent_r1.engines.local.sampling import as_support, uniform_stream
 from agent_r1.errors import DataError, RolloutError
 from agent_r1.vision.picture_format import PictureFormat
 from agent_r1.vision.pictures import by_key
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -62,17 +67,18 @@ class RequestEngine(ABC):
     pictures: PictureFormat | None = None  # how the model takes them; None: it takes text only
     _max_stop_ids: int | None = None  # limit on the stop ids of a request
 
-    def __init__(self, queue: RequestQueue, *, vocab: int, max_positions: int, seed: int, threads: int | None) -> None:
+    def __init__(self, queue: RequestQueue, model: PreTrainedModel, *, seed: int, threads: int | None) -> None:
         self._queue = queue
-        self._vocab = vocab
-        self._max_positions = max_positions
+        self._vocab = model.get_input_embeddings().num_embeddings
+        self._max_positions = position_limit(model.config) or queue.capacity
         self._seeds = np.random.default_rng(seed)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent_r1-engine")
         if threads is not None:
             self._on_worker(lambda: torch.set_num_threads(threads))
+        if model.device.type == "cuda":
+            self._on_worker(lambda: torch.cuda.set_device(model.device))  # torch remembers it per thread
         self._futures: dict[Request, asyncio.Future[Completion]] = {}
-        self._listeners: dict[Request, OnTokens] = {}
-        self._heard: dict[Request, int] = {}  # how many tokens the listener of a request has got
+        self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and how many tokens they have got
         self._answers: deque[tuple[Request, Completion]] = deque()  # completed, not yet delivered
         self._driver: asyncio.Task[None] | None = None
         self._version: int | None = 0  # None: `load_weights` has failed
@@ -82,7 +88,7 @@ class RequestEngine(ABC):
 
     @abstractmethod
     async def _drive(self) -> None:
-        """Compute requests until there are none, then call `_end`. The next `generate` starts another driver."""
+        """Compute requests until there are none. The next `generate` starts another driver."""
 
     @abstractmethod
     def _copy_weights(self, source: Iterable[tuple[str, Tensor]]) -> None:
@@ -132,10 +138,10 @@ class RequestEngine(ABC):
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._futures[request] = future
         if on_tokens is not None:
-            self._listeners[request] = on_tokens
+            self._listeners[request] = on_tokens, 0
         self._queue.submit(request)
         if self._driver is None:
-            self._driver = asyncio.create_task(self._drive())
+            self._driver = asyncio.create_task(self._run())
         try:
             return await future
         except asyncio.CancelledError:
@@ -144,15 +150,24 @@ class RequestEngine(ABC):
             raise
         finally:
             self._listeners.pop(request, None)
-            self._heard.pop(request, None)
+
+    async def _run(self) -> None:
+        error: RolloutError | None = None
+        try:
+            await self._drive()
+        except Exception as failure:
+            logger.exception("a step of the engine failed")
+            error = RolloutError(f"the engine's step failed: {failure!r}")
+            error.__cause__ = failure
+        finally:
+            self._end(error)
 
     def _report(self) -> None:
         """Tell listeners what was sampled. Called after each step, before its requests are answered."""
-        for request, on_tokens in list(self._listeners.items()):
-            heard = self._heard.get(request, 0)
+        for request, (on_tokens, heard) in list(self._listeners.items()):
             if request not in self._futures or len(request.logprobs) == heard:
                 continue
-            self._heard[request] = len(request.logprobs)
+            self._listeners[request] = on_tokens, len(request.logprobs)
             try:
                 on_tokens(request.tokens[request.prompt_length + heard :], request.logprobs[heard:])
             except Exception as error:  # noqa: BLE001 (must not end the other requests)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from agent_r1.engines.vllm.sent_weights import SentWeights
+from agent_r1.engines.vllm.shared_weights import SentWeights
 from agent_r1.engines.vllm.vllm_server import Server
 from agent_r1.errors import RolloutError
 

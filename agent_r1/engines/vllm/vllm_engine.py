@@ -2,7 +2,7 @@
 
 A session stays on its server, where its cache is. A server that fails is restarted, or awaited if somebody else runs
 it; its requests are repeated on the others meanwhile. A request is seeded, so that repeating it loses nothing.
-`vllm_server.py` speaks to a server, `sent_weights.py` and its neighbours send the weights; this module coordinates
+`vllm_server.py` speaks to a server, `shared_weights.py` and `gpu_weights.py` send the weights; this module coordinates
 them.
 """
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.vllm.answers import engine_request_id, read_completion, request_body
-from agent_r1.engines.vllm.sent_weights import SentWeights
 from agent_r1.engines.vllm.server_process import NEW
+from agent_r1.engines.vllm.shared_weights import SentWeights
 from agent_r1.engines.vllm.vllm_server import POLL_SECONDS, Server, ServerDown, Wanted, in_time, new_client
 from agent_r1.errors import ConfigError, RolloutError
 
