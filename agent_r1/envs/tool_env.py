@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -69,7 +69,8 @@ class ToolEnv(AgentEnv):
         at_least(1, "ToolEnv", max_bad_calls=max_bad_calls, max_calls=max_calls, max_result_chars=max_result_chars)
         episode = uuid4().hex
         self._tools = {name: tool.for_episode(episode) for name, tool in _index_tools(tools).items()}
-        self.tool_format = _choose_format(tool_format, self._tools, tool_role).with_max_calls(max_calls)
+        self.tool_format = copy(_choose_format(tool_format, self._tools, tool_role))
+        self.tool_format.max_calls = max_calls
         self._context = _split_context(self._tools, tools_kwargs or {})
         self._max_bad_calls = max_bad_calls
         self._max_result_chars = max_result_chars

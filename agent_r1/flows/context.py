@@ -202,8 +202,7 @@ class Rewrite(ContextPolicy):
             raise DataError(f"{source} returned {shown!r:.80}; it must return a list of messages: {error}") from error
         if shown[-1]["role"] == "assistant":
             raise DataError(f"{source} returned messages that end with one from the assistant; the model replies next")
-        kept = set(map(_as_json, shown))
-        return ContextView(messages=shown, hidden=sum(_as_json(message) not in kept for message in messages))
+        return ContextView(messages=shown, hidden=sum(message not in shown for message in messages))
 
 
 def split_exchanges(messages: list[Message], opening_size: int = 0) -> tuple[list[Message], list[Exchange]]:
@@ -264,7 +263,3 @@ def _message_text(message: Message) -> str:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ..."
-
-
-def _as_json(message: Message) -> str:
-    return json.dumps(message, sort_keys=True, default=repr)  # repr: images and other objects

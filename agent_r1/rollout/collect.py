@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from agent_r1.engines.base import Sampler, Sampling
@@ -24,7 +25,6 @@ from agent_r1.flows.budgets import EpisodeLimit, Limits
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.guard import CANCEL_SECONDS, TimedOut, explain, guarded, trace
-from agent_r1.rollout.row_queue import RowQueue
 from agent_r1.seeds import stable_seed
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Failure, Group, StopReason, TaskRow, Trajectory
@@ -33,6 +33,36 @@ logger = logging.getLogger(__name__)
 
 OnEpisode = Callable[[Trajectory], None]
 EpisodeKind = TypeVar("EpisodeKind", bound=Episode)
+
+
+class RowQueue:
+    """Rows to claim, each with a ticket: its position in the step or stream over all ranks.
+
+    `next_ticket` returns `first`, `first` + 1, ... and never the same number twice, on whichever rank. By default, this
+    process claims all rows.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[TaskRow],
+        next_ticket: Callable[[], int] | None = None,
+        share: int | None = None,  # rows that a process may hold at once, so that others get some too; None: no limit
+        *,
+        first: int = 0,
+    ) -> None:
+        self.share = share
+        self._rows, self._first = rows, first
+        self._next_ticket: Callable[[], int] | None = next_ticket or count(first).__next__
+
+    def claim(self) -> tuple[int, TaskRow] | None:
+        """Return the next ticket and its row, or None if no row is left."""
+        if self._next_ticket is None:
+            return None
+        ticket = self._next_ticket()
+        if ticket - self._first < len(self._rows):
+            return ticket, self._rows[ticket - self._first]
+        self._next_ticket = None
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,39 +78,22 @@ class Collector:
     max_concurrent: int = 1024
     role_sampling: Mapping[str, Sampling] = field(default_factory=dict)  # for roles that have their own settings
 
-    async def __call__(
-        self,
-        rows: Sequence[TaskRow],
-        *,
-        seed: int,
-        on_episode: OnEpisode | None = None,
-        gate: asyncio.Semaphore | None = None,
-    ) -> list[Group]:
+    async def __call__(self, rows: Sequence[TaskRow], *, seed: int, on_episode: OnEpisode | None = None) -> list[Group]:
         """Play all rows and return their groups in row order. Arguments as for `stream`."""
-        groups = await self.claimed(RowQueue.of(rows), seed=seed, on_episode=on_episode, gate=gate)
+        groups = await self.claimed(RowQueue(rows), seed=seed, on_episode=on_episode)
         return [groups[position] for position in range(len(rows))]
 
     async def claimed(
-        self,
-        queue: RowQueue,
-        *,
-        seed: int,
-        on_episode: OnEpisode | None = None,
-        gate: asyncio.Semaphore | None = None,
+        self, queue: RowQueue, *, seed: int, on_episode: OnEpisode | None = None, gate: asyncio.Semaphore | None = None
     ) -> dict[int, Group]:
         """Play the rows that this process claims and return their groups by ticket. Arguments as for `stream`."""
         finished = self.stream(queue, seed=seed, on_episode=on_episode, gate=gate)
         return {ticket: group async for ticket, group in finished}
 
     async def stream(
-        self,
-        rows: Sequence[TaskRow] | RowQueue,
-        *,
-        seed: int,
-        on_episode: OnEpisode | None = None,
-        gate: asyncio.Semaphore | None = None,
+        self, queue: RowQueue, *, seed: int, on_episode: OnEpisode | None = None, gate: asyncio.Semaphore | None = None
     ) -> AsyncGenerator[tuple[int, Group], None]:
-        """Yield (ticket, group) as soon as the last episode of a group has ended. A row's ticket is its position.
+        """Yield (ticket, group) as soon as the last episode of a group has ended.
 
         Closing the generator ends the episodes that still run; use `contextlib.aclosing` to leave its loop early.
         `seed` fixes all sampling noise: the same rows, seed and weights give the same trajectories, whichever process
@@ -88,7 +101,6 @@ class Collector:
         episodes at once.
         """
         size, gate = self.group_size, gate or asyncio.Semaphore(self.max_concurrent)
-        queue = rows if isinstance(rows, RowQueue) else RowQueue.of(rows)
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         running: dict[asyncio.Task[Trajectory], None] = {}  # in the order in which they were created
         groups: dict[asyncio.Task[Group], int] = {}

@@ -21,7 +21,6 @@ from agent_r1.runs.statistics import FEWEST_DIFFERING, LEVEL, PairedDifference, 
 from agent_r1.runs.trajectories import read_trajectories
 
 PERCENT = f"{100 * LEVEL:.0f} %"
-UNKNOWN = ("auto", NOT_RECORDED)  # settings whose actual value is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +148,14 @@ def compare(before: Side, after: Side) -> Comparison:
     )
 
 
-def notes(before: Side, after: Side) -> list[str]:
-    """Say what differs, or may differ, between two evaluations besides the policy."""
+def note(before: Side, after: Side) -> str:
+    """Say which recorded settings differ between two evaluations besides the policy; "" if none do."""
     a, b = before.record.subject, after.record.subject
     settings = [(name, a.setting(name), b.setting(name)) for name in {**a.settings, **b.settings}]
     sampled = a.settings.get("temperature") or b.settings.get("temperature")
     known = [("recipe", a.recipe, b.recipe), *settings, *([("seed", a.seed, b.seed)] if sampled else [])]
-    differ, may_differ = list[str](), list[str]()
-    for name, one, other in known:
-        if one != other:
-            found = differ if one not in UNKNOWN and other not in UNKNOWN else may_differ
-            found.append(f"{name} {one} ({before.letter}), {other} ({after.letter})")
-    labels = {"not evaluated in the same way": differ, "perhaps not evaluated in the same way": may_differ}
-    return [f"note: {label}: {'; '.join(listed)}" for label, listed in labels.items() if listed]
+    differ = [f"{name} {x} ({before.letter}), {y} ({after.letter})" for name, x, y in known if x != y]
+    return f"note: settings differ: {'; '.join(differ)}" if differ else ""
 
 
 def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -> list[Comparison]:
@@ -175,8 +169,8 @@ def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -
     lines += ["", f"panel {record.subject.panel}, {len(record.outcomes)} rows; {PERCENT} intervals, paired by row", ""]
     lines += _align([_HEADER, *(line for comparison in comparisons for line in _table(comparison))])
     for comparison in comparisons:
-        if remarks := notes(comparison.before, comparison.after):
-            lines += ["", *remarks]
+        if remark := note(comparison.before, comparison.after):
+            lines += ["", remark]
     lines += ["", *(comparison.verdict(measure) for comparison in comparisons)]
     for line in lines:
         console.print(Text(line), soft_wrap=True)

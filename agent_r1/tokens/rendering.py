@@ -287,7 +287,7 @@ class Renderer:
     ) -> str:
         """Apply the template with look-alikes defused, and with `SLOT` for the content of message `slot`."""
         # As JSON, 1 is not True and the order of keys counts, so equal keys mean equal prompts.
-        tools_json = f"[{', '.join(map(_schema_json, tools))}]"
+        tools_json = json.dumps(list(tools))
         try:
             messages_json = _TO_JSON(messages if slot is None else _with_slot(messages, slot))
         except (TypeError, ValueError):  # images, for example
@@ -387,10 +387,3 @@ def _with_slot(messages: list[Message], index: int) -> list[Message]:
     in_parts = isinstance(messages[index].get("content"), list)
     content = [{"type": "text", "text": SLOT}] if in_parts else SLOT
     return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
-
-
-def _schema_json(tool: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(tool)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"a tool schema is not JSON: {error}. Schema: {tool!r:.300}") from error

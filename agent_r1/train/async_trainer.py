@@ -15,8 +15,7 @@ import torch
 
 from agent_r1.data.rows import rows_for_step
 from agent_r1.learn.rewards import is_uniform
-from agent_r1.rollout.collect import check_failures
-from agent_r1.rollout.row_queue import RowQueue
+from agent_r1.rollout.collect import RowQueue, check_failures
 from agent_r1.runs.metrics import Metrics
 from agent_r1.seeds import stable_seed
 from agent_r1.train.tickets import Ledger
@@ -49,7 +48,7 @@ class AsyncTrainer(Trainer):
         step = before + 1
         seed = stable_seed(self.seed, "train", step)
         rows = [self._rows_of(step)[position]]
-        own, baseline = (RowQueue.of(rows, first=position) for _ in range(2))
+        own, baseline = (RowQueue(rows, first=position) for _ in range(2))
         sampled, greedy = await self._play_share(own, baseline, seed, self._shared)
         group = sampled[position]
         return replace(group, greedy=greedy[position].trajectories[0]) if greedy else group

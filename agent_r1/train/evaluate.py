@@ -11,8 +11,7 @@ from statistics import fmean
 from agent_r1.data.panels import panel_hash
 from agent_r1.learn.rewards import is_uniform
 from agent_r1.ranks.crew import Crew
-from agent_r1.rollout.collect import Collector, check_failures
-from agent_r1.rollout.row_queue import RowQueue
+from agent_r1.rollout.collect import Collector, RowQueue, check_failures
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.metrics import Metrics, rollout_metrics, success_estimate
 from agent_r1.runs.outcomes import is_success
@@ -68,7 +67,7 @@ async def evaluate(  # noqa: PLR0913 (what is played, how it is scored, and by w
 def shared_queue(rows: Sequence[TaskRow], crew: Crew) -> RowQueue:
     """Return a queue of the rows from which all ranks claim."""
     claimed = crew.counter()
-    return RowQueue.of(rows, lambda: claimed(1) - 1, crew.share(len(rows)))
+    return RowQueue(rows, lambda: claimed(1) - 1, crew.share(len(rows)))
 
 
 def in_order(parts: Iterable[dict[int, Group]]) -> list[Group]:

@@ -17,8 +17,7 @@ from agent_r1.learn.credit import assign_credit, attempts_of, trainable
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.rewards import RewardShaper, is_uniform
 from agent_r1.ranks.crew import Crew
-from agent_r1.rollout.collect import Collector, OnEpisode, check_failures
-from agent_r1.rollout.row_queue import RowQueue
+from agent_r1.rollout.collect import Collector, OnEpisode, RowQueue, check_failures
 from agent_r1.rollout.scoring import Scorer
 from agent_r1.runs.metrics import Metrics, count_tokens, nonfinite, role_advantages
 from agent_r1.runs.observer import Observer

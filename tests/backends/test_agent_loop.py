@@ -23,7 +23,7 @@ from agent_r1.build.task import build_task
 from agent_r1.config import RunConfig, load_config
 from agent_r1.engines.base import Completion, Engine, Prompt, Sampling
 from agent_r1.errors import RolloutError
-from agent_r1.rollout.row_queue import RowQueue
+from agent_r1.rollout.collect import RowQueue
 from agent_r1.types import Group, Trajectory
 
 MINI = str(Path(__file__).parents[1] / "mini" / "base.yaml")
@@ -140,10 +140,10 @@ def test_agent_loops_play_and_score_what_a_collector_would(
     seen: list[Trajectory] = []
 
     async def play() -> tuple[list[Group], list[Group]]:
-        played = await local.claimed(RowQueue.of(rows, first=2), seed=5)
+        played = await local.claimed(RowQueue(rows, first=2), seed=5)
         expected = await task.scorer([played[ticket] for ticket in sorted(played)])
         remote = setup.collector(await setup.loops(count, tmp_path), purpose, local.group_size)
-        found = await remote.claimed(RowQueue.of(rows, first=2), seed=5, on_episode=seen.append)
+        found = await remote.claimed(RowQueue(rows, first=2), seed=5, on_episode=seen.append)
         return expected, [found[ticket] for ticket in sorted(found)]
 
     expected, found = asyncio.run(play())
@@ -164,7 +164,7 @@ def test_a_dead_agent_loop_ends_the_collection_at_once(setup: Setup, tmp_path: P
             raise Died
 
         loops[1].play = Remote(dead)
-        await setup.collector(loops, "train", 4).claimed(RowQueue.of(build_task(setup.config).train_rows()), seed=1)
+        await setup.collector(loops, "train", 4).claimed(RowQueue(build_task(setup.config).train_rows()), seed=1)
 
     with pytest.raises(Died):
         asyncio.run(play())

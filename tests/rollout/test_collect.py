@@ -21,7 +21,7 @@ from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
 from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase, SingleStepFlow
-from agent_r1.rollout.collect import Collector, check_failures
+from agent_r1.rollout.collect import Collector, RowQueue, check_failures
 from agent_r1.types import Action, Group, Observation, StopReason, TaskRow, ToolCallRecord, Trajectory, Transition
 from tests.chatml import collector, row, tokenizer
 
@@ -312,7 +312,7 @@ def test_a_stream_yields_groups_as_they_finish_and_collecting_sorts_them() -> No
         engine = ScriptedEngine(lambda call: "x", tokenizer=tokenizer())
         played = collector(engine, make_env=slow_and_fast, group_size=2)
         rows = [row("slow"), row("fast"), row("fast")]
-        finished = [(position, group) async for position, group in played.stream(rows, seed=0)]
+        finished = [(position, group) async for position, group in played.stream(RowQueue(rows), seed=0)]
         assert [position for position, _ in finished][2] == 0
         groups = await played(rows, seed=0)
         assert [group.row.row_id for group in groups] == ["slow", "fast", "fast"]
@@ -333,7 +333,8 @@ def test_closing_a_stream_early_ends_the_episodes_that_still_run() -> None:
         return Echo(hangs) if row.row_id == "hangs" else slow_and_fast(row)
 
     async def main() -> None:
-        async with aclosing(collector(engine, make_env=make_env).stream([row("hangs"), row("fast")], seed=0)) as groups:
+        queue = RowQueue([row("hangs"), row("fast")])
+        async with aclosing(collector(engine, make_env=make_env).stream(queue, seed=0)) as groups:
             async for position, _ in groups:
                 assert position == 1
                 break

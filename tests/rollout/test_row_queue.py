@@ -9,8 +9,7 @@ from itertools import count
 
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
-from agent_r1.rollout.collect import Collector
-from agent_r1.rollout.row_queue import RowQueue
+from agent_r1.rollout.collect import Collector, RowQueue
 from agent_r1.types import Action, Group, Observation, TaskRow, Transition
 from tests.chatml import collector, row, tokenizer
 
@@ -46,12 +45,12 @@ def test_a_slow_collector_keeps_its_share_and_the_other_one_takes_the_rest() -> 
         shut, wide = asyncio.Event(), asyncio.Event()
         wide.set()
         tickets = count().__next__
-        slow = asyncio.create_task(player(shut).claimed(RowQueue.of(ROWS, tickets, share=3), seed=7))
+        slow = asyncio.create_task(player(shut).claimed(RowQueue(ROWS, tickets, share=3), seed=7))
         await asyncio.sleep(0.01)  # it claims first, but not everything
-        fast = await player(wide).claimed(RowQueue.of(ROWS, tickets, share=3), seed=7)
+        fast = await player(wide).claimed(RowQueue(ROWS, tickets, share=3), seed=7)
         assert sorted(fast) == [3, 4, 5, 6, 7]
         shut.set()
-        alone = await player(wide).claimed(RowQueue.of(ROWS), seed=7)
+        alone = await player(wide).claimed(RowQueue(ROWS), seed=7)
         assert names(await slow) | names(fast) == names(alone)  # the same episodes, whoever plays them
 
     asyncio.run(main())
@@ -64,9 +63,9 @@ def test_rows_that_cannot_start_yet_are_left_to_others() -> None:
         tickets = count().__next__
         # Room for three episodes: the first row fills two places, the second one the last.
         narrow = player(shut, max_concurrent=3)
-        slow = asyncio.create_task(narrow.claimed(RowQueue.of(ROWS, tickets, share=4), seed=0))
+        slow = asyncio.create_task(narrow.claimed(RowQueue(ROWS, tickets, share=4), seed=0))
         await asyncio.sleep(0.01)
-        fast = await player(wide).claimed(RowQueue.of(ROWS, tickets, share=4), seed=0)
+        fast = await player(wide).claimed(RowQueue(ROWS, tickets, share=4), seed=0)
         assert sorted(fast) == [2, 3, 4, 5, 6, 7]
         shut.set()
         assert sorted(await slow) == [0, 1]
@@ -74,19 +73,19 @@ def test_rows_that_cannot_start_yet_are_left_to_others() -> None:
     asyncio.run(main())
 
 
-def test_an_endless_queue_is_claimed_as_its_groups_are_taken() -> None:
+def test_rows_are_claimed_as_groups_are_taken() -> None:
     async def main() -> None:
         wide = asyncio.Event()
         wide.set()
         claimed: list[int] = []
 
-        def row_of(ticket: int) -> TaskRow:
-            claimed.append(ticket)
-            return ROWS[ticket % len(ROWS)]
+        def next_ticket() -> int:
+            claimed.append(len(claimed) + 5)
+            return claimed[-1]
 
-        endless = RowQueue(row_of=row_of, next_ticket=count(5).__next__, share=2)
         taken: list[int] = []
-        async with aclosing(player(wide, group_size=1).stream(endless, seed=0)) as groups:
+        queue = RowQueue(ROWS * 10, next_ticket, share=2, first=5)
+        async with aclosing(player(wide, group_size=1).stream(queue, seed=0)) as groups:
             async for ticket, _ in groups:
                 taken.append(ticket)
                 if len(taken) == 20:

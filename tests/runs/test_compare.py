@@ -151,11 +151,11 @@ def test_what_else_differs_is_said(tmp_path: Path) -> None:
     rewards = {"a": 1.0, "b": 0.0}
     hot = {**SUBJECT.settings, "temperature": 1.0}
     greedy, sampled = stored(tmp_path / "a.json", rewards), stored(tmp_path / "b.json", rewards, settings=hot, seed=3)
-    note = "note: not evaluated in the same way: temperature 0.0 (A), 1.0 (B); seed 0 (A), 3 (B)"
+    note = "note: settings differ: temperature 0.0 (A), 1.0 (B); seed 0 (A), 3 (B)"
     assert note in shown([greedy, sampled])
     tools = Subject.of({**SETTINGS, "task": {**SETTINGS["task"], "tools": ["task.oracle"]}}, model="a/b", panel="p")
     helped = stored(tmp_path / "d.json", rewards, settings=tools.settings)
-    assert "note: not evaluated in the same way: tools [] (A), ['task.oracle'] (B)" in shown([greedy, helped])
+    assert "note: settings differ: tools [] (A), ['task.oracle'] (B)" in shown([greedy, helped])
     other_seed = stored(tmp_path / "c.json", rewards, seed=3)
     assert "note" not in shown([greedy, other_seed])  # greedy attempts have no use for a seed
 
@@ -170,7 +170,7 @@ def test_the_number_format_and_the_time_of_an_episode_make_another_evaluation(tm
     first = stored(eval_file(tmp_path, usual, name=None, stem="m"), rewards, settings=usual.settings)
     second = stored(eval_file(tmp_path, other, name=None, stem="m"), rewards, settings=other.settings)
     assert (first.name, second.name) == ("m.json", "m-2.json")
-    note = "not evaluated in the same way: episode_seconds 300.0 (A), 1.0 (B); dtype float32 (A), bfloat16 (B)\n"
+    note = "settings differ: episode_seconds 300.0 (A), 1.0 (B); dtype float32 (A), bfloat16 (B)\n"
     assert f"\nnote: {note}" in shown([first, second])
 
 
@@ -198,11 +198,10 @@ def test_what_one_side_does_not_say_is_no_known_difference(run: RunDir, tmp_path
     older = {name: value for name, value in told.items() if name not in ("dtype", "episode_seconds")}
     new = stored(tmp_path / "new.json", rewards, panel=panel, settings=told)
     old = stored(tmp_path / "old.json", rewards, panel=panel, settings=older)
-    assert "\nnote: perhaps not evaluated in the same way: dtype auto (A), float32 (B)\n" in shown([run.path, new])
+    assert "\nnote: settings differ: dtype auto (A), float32 (B)\n" in shown([run.path, new])
     text = shown([old, new])
-    assert "note: perhaps not evaluated in the same way: " in text
+    assert "note: settings differ: " in text
     assert "episode_seconds not recorded (A), 300.0 (B)" in text
-    assert "note: not " not in text
     assert "note" not in shown([old, old])
     with pytest.raises(ConfigError, match=r"old\.json holds a different evaluation"):  # as far as anybody knows
         eval_file(tmp_path, EvalRecord.load(new).subject, name="old", stem="m")

@@ -164,6 +164,7 @@ def test_pythonic_reads_literals_and_several_calls() -> None:
     ]
     tagged = "<|python_start|>[stop()]<|python_end|>"  # Llama 4
     assert call("pythonic", tagged) == ("stop", {}, tagged)
+    assert call("pythonic", "[f(a=(1, 2), b={1: 2})]")[1] == {"a": [1, 2], "b": {"1": 2}}  # as JSON has them
     good, bad = FORMATS["pythonic"].parse("[f(a=1), g(2)]")[1]
     assert isinstance(good, ParsedCall)
     assert isinstance(bad, ParseFailure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -159,13 +160,5 @@ def _literal_arguments(call: ast.Call) -> dict[str, Any]:
     if len(arguments) < len(call.keywords):
         raise ValueError("an argument is given twice")
     check_json(arguments)
-    if arguments != _to_json_types(arguments):
-        raise ValueError("values must be text, numbers, True, False, None, lists or dicts with text as keys")
-    return arguments
-
-
-def _to_json_types(value: Any) -> Any:
-    """Convert tuples to lists and keys to strings."""
-    if isinstance(value, Mapping):
-        return {str(key): _to_json_types(item) for key, item in value.items()}
-    return [_to_json_types(item) for item in value] if isinstance(value, list | tuple) else value
+    read_back: dict[str, Any] = json.loads(dump_json(arguments))  # tuples become lists, and all keys text
+    return read_back

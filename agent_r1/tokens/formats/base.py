@@ -53,6 +53,7 @@ class ToolCallFormat(ABC):
     has_marks: bool = True  # calls contain text that no answer contains, so even a broken one is recognised
     # Responses enter the conversation as `tool_calls`, because message content cannot contain control tokens.
     as_tool_calls: bool = False
+    arguments_as_text: bool = False  # chat templates of this format accept only arguments that are JSON text
     fixed_tool: str | None = None  # the only tool this format can call
     prompt_thinks: bool | None = None  # whether prompts end with an open <think>; None: unknown
     max_calls: int = MAX_CALLS  # calls read per response, because a model may repeat itself
@@ -89,12 +90,6 @@ class ToolCallFormat(ABC):
         changed.prompt_thinks = thinks
         return changed
 
-    def with_max_calls(self, max_calls: int) -> Self:
-        """Return this format with a limit on the calls read per response."""
-        changed = copy(self)
-        changed.max_calls = max_calls
-        return changed
-
     def assistant_message(self, text: str) -> Message:
         """The response as a message of the conversation."""
         content, events = self.parse(text) if self.as_tool_calls else ("", [])
@@ -108,7 +103,9 @@ class ToolCallFormat(ABC):
 
     def message_arguments(self, event: Event) -> Any:
         """The arguments in the type that chat templates of this format accept."""
-        return event.arguments if isinstance(event, ParsedCall) else event.source
+        if isinstance(event, ParseFailure):
+            return event.source
+        return dump_json(event.arguments) if self.arguments_as_text else event.arguments
 
     def result_messages(self, results: Sequence[str], calls: Sequence[Event], role: str | None = None) -> list[Message]:
         """The answers to the calls of one response, in order; role "user" is for templates without a tool role."""

@@ -32,7 +32,7 @@ class HeadedFormat(ScannedFormat):
     head: str
     tail: str = ""
     as_tool_calls: bool = False  # set it if the marks are special tokens: the chat template then writes them
-    arguments_as_text: bool = False  # chat templates of this format accept only arguments that are JSON text
+    arguments_as_text: bool = False
     joiner = "\n"
 
     def read_calls(self, text: str, start: re.Match[str]) -> list[Event]:
@@ -67,10 +67,6 @@ class HeadedFormat(ScannedFormat):
         source = "" if body is None else text[body:end].strip()
         problem = f"the call{name and f' of {name}'} cannot be read: {problem}"
         return self.failure(problem, (start.start(), end), name=name, source=source)
-
-    def message_arguments(self, event: Event) -> Any:
-        arguments = super().message_arguments(event)
-        return dump_json(arguments) if self.arguments_as_text and isinstance(event, ParsedCall) else arguments
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         written = self.form.replace("NAME", name, 1).replace("{...}", dump_json(dict(arguments)), 1)

@@ -24,8 +24,7 @@ from agent_r1.build.task import build_task
 from agent_r1.config import parse_config
 from agent_r1.places import StartedHere
 from agent_r1.resources import opened
-from agent_r1.rollout.collect import OnEpisode
-from agent_r1.rollout.row_queue import RowQueue
+from agent_r1.rollout.collect import OnEpisode, RowQueue
 from agent_r1.types import Group, TaskRow
 
 Purpose = Literal["train", "greedy", "eval"]
@@ -59,7 +58,7 @@ class AgentLoop:
         return os.getpid()
 
     async def play(self, purpose: Purpose, row: TaskRow, ticket: int, seed: int) -> list[PackedTrajectory]:
-        queue = RowQueue.of([row], first=ticket)
+        queue = RowQueue([row], first=ticket)
         groups = await self._collectors[purpose].claimed(queue, seed=seed, gate=self._gate)
         [scored] = await self._task.scorer([groups[ticket]], self._scoring)
         return pack_group(scored)
