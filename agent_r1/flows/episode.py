@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import bisect
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from agent_r1.engines.base import Completion, Prompt, Sampler, Sampling, generate_all
@@ -28,7 +29,7 @@ from agent_r1.seeds import stable_seed
 from agent_r1.tokens.conversations import Conversations, Exchange, Pending
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Action, Message, Observation, Step, StopReason, SummaryQuality, Transition
-from agent_r1.vision.pictures import Picture, check_all, pictures_of, without_repeats
+from agent_r1.vision.pictures import check_all, pictures_of, without_repeats
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,7 @@ class Episode:
         self.renderer = renderer
         self.limits = limits
         self.steps: list[Step] = []
-        self.next_prompt_ids: list[int] = []  # the prompt that max_steps left unanswered
-        self.next_pictures: tuple[Picture, ...] = ()  # pictures shown in that prompt
-        self.messages: list[Message] = []  # the complete conversation of the last `act`
+        self.unanswered = Prompt([])  # the prompt that max_steps left unanswered
         self.opening: list[Message] = []  # the complete conversation of the first `act`
         self.limit: EpisodeLimit | None = None  # the budget that ended the episode, even before anything was sampled
         self.fault: str | None = None  # a failure that ended the episode without an exception
@@ -73,7 +72,6 @@ class Episode:
         self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and how many characters they have
         self._begun_policies: list[ContextPolicy] = []
         self._acting: set[asyncio.Task[Any] | None] = set()  # the tasks that wait for a response
-        self._numbers: list[int] = []  # the number of the call behind each step
         self._calls = 0
         self.is_closed = False  # the steps now belong to a trajectory, which may already be scored
 
@@ -110,7 +108,6 @@ class Episode:
         tools, hidden = tools or [], None
         with self._calling():
             await self._check_steps(observation, tools, context)
-            self.messages = observation.messages or self.messages
             await self._receive(observation)
             if context is not None:
                 view = await self._view(observation, context, _Writer(self, tools, role))
@@ -178,8 +175,7 @@ class Episode:
     async def _check_steps(self, observation: Observation, tools: ToolSchemas, context: ContextPolicy | None) -> None:
         """Raise EpisodeLimit if this call, which is already among those that run, is one too many."""
         if self.num_actions + len(self._acting) > self.limits.max_steps:
-            unanswered = await self._unanswered_prompt(observation, tools, context)
-            self.next_prompt_ids, self.next_pictures = unanswered.ids, unanswered.media
+            self.unanswered = await self._unanswered_prompt(observation, tools, context)
             raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}", setting="max_steps")
 
     async def _receive(self, observation: Observation) -> None:
@@ -189,14 +185,16 @@ class Episode:
 
     def _cut_limit(self, step: Step) -> EpisodeLimit:
         """The limit that cut this response."""
-        prompt, response, allowed = len(step.prompt_ids), len(step.response_ids), self._response_limit(step.role)
-        if response >= allowed:
-            setting, whose = "max_response_tokens", f" of {step.role!r}" if step.role else ""
-            why = f", {setting}{whose} is {allowed}"
-        else:
-            setting = "max_context_tokens"
-            why = f" after a prompt of {prompt}, {setting} is {self.limits.max_context_tokens}"
-        return EpisodeLimit(StopReason.MAX_TOKENS, f"a response was cut at {response} tokens{why}", setting=setting)
+        cut, allowed = f"a response was cut at {len(step.response_ids)} tokens", self._response_limit(step.role)
+        if len(step.response_ids) < allowed:
+            return self._context_limit(f"{cut} after a prompt of {len(step.prompt_ids)}")
+        setting, whose = "max_response_tokens", f" of {step.role!r}" if step.role else ""
+        return EpisodeLimit(StopReason.MAX_TOKENS, f"{cut}, {setting}{whose} is {allowed}", setting=setting)
+
+    def _context_limit(self, what: str) -> EpisodeLimit:
+        setting = "max_context_tokens"
+        reason = f"{what}, {setting} is {self.limits.max_context_tokens}"
+        return EpisodeLimit(StopReason.MAX_TOKENS, reason, setting=setting)
 
     async def _view(self, observation: Observation, context: ContextPolicy, writer: _Writer) -> ContextView:
         if observation.messages is None:
@@ -234,16 +232,14 @@ class Episode:
 
         The returned text ends before a stop text.
         """
-        limit = self.limits.max_context_tokens
-        room = limit - len(prompt.ids)
+        room = self.limits.max_context_tokens - len(prompt.ids)
         if room < 1:
-            reason = f"the prompt has {len(prompt.ids)} tokens, max_context_tokens is {limit}"
-            raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
+            raise self._context_limit(f"the prompt has {len(prompt.ids)} tokens")
         if self.is_closed:  # the episode ended while a context policy was running
             raise RuntimeError("the episode had ended before anything was sampled")
         started = time.perf_counter()
         # A function of (seed, step), so an episode draws the same noise whatever runs beside it.
-        seed, number = stable_seed(self._seed, self._calls), self._calls
+        seed = stable_seed(self._seed, self._calls)
         self._calls += 1
         own = self._sampling.get(role, self._sampling[""])
         sampling = replace(own, max_tokens=min(room, max_tokens), seed=seed)
@@ -268,9 +264,7 @@ class Episode:
             hidden_messages=hidden,
             pictures=prompt.media,
         )
-        place = bisect(self._numbers, number)
-        self.steps.insert(place, step)
-        self._numbers.insert(place, number)
+        insort(self.steps, step, key=attrgetter("start_seconds"))
         return step, said
 
     def _cut_at(self, completion: Completion, text: str, stop_texts: Sequence[str]) -> tuple[Completion, str, str]:
@@ -310,10 +304,9 @@ class Episode:
     def _begin(
         self, observation: Observation, tools: ToolSchemas, among: Sequence[Exchange] | None = None
     ) -> tuple[Pending, Prompt]:
-        limit, size = self.limits.max_context_tokens, self._size(observation)
-        if size > limit * MAX_CHARS_PER_TOKEN:
-            reason = f"the observation has {size} characters, max_context_tokens is {limit}"
-            raise EpisodeLimit(StopReason.MAX_TOKENS, reason, setting="max_context_tokens")
+        size = self._size(observation)
+        if size > self.limits.max_context_tokens * MAX_CHARS_PER_TOKEN:
+            raise self._context_limit(f"the observation has {size} characters")
         pending = self._conversations.begin(observation, tools, among=among)
         return pending, Prompt(pending.ids, without_repeats(pictures_of(observation.messages or ())))
 

@@ -63,7 +63,8 @@ class Turn:
 class ChatEpisode(Episode):
     """Also remembers an observation that a limit kept from the policy: it belongs to the conversation."""
 
-    unanswered = False  # whether the last observation got no response
+    messages: Sequence[Message] = ()  # the complete conversation of the last `act`
+    is_unanswered = False  # whether the last observation got no response
 
     async def act(
         self,
@@ -79,12 +80,12 @@ class ChatEpisode(Episode):
         try:
             return await super().act(observation, tools=tools, context=context, role=role)
         finally:
-            self.unanswered = self.num_actions == before
+            self.is_unanswered = self.num_actions == before
 
     @property
     def out_of_room(self) -> bool:
         """Whether the context ended the episode, rather than the length of one response."""
-        if self.unanswered or not self.steps:
+        if self.is_unanswered or not self.steps:
             return True
         last = self.steps[-1]
         return len(last.prompt_ids) + len(last.response_ids) >= self.limits.max_context_tokens
@@ -92,7 +93,7 @@ class ChatEpisode(Episode):
     def conversation(self, row: TaskRow) -> list[Message]:
         """All messages. The final response is in no observation, unless a limit came right after it."""
         said = list(self.messages or row.prompt)
-        return said if self.unanswered else [*said, {"role": "assistant", "content": self.steps[-1].action_text}]
+        return said if self.is_unanswered else [*said, {"role": "assistant", "content": self.steps[-1].action_text}]
 
 
 class Chat:
