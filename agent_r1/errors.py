@@ -66,7 +66,10 @@ def check_limits(limits: Any) -> None:
 
 def brief(value: object) -> str:
     """Return the type of a value and the beginning of its repr, for messages."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (nested too deep, or a class whose repr raises)
+        text = "(cannot be printed)"
     return f"{type(value).__name__} {text[:80] + '...' if len(text) > 80 else text}"
 
 

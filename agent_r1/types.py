@@ -43,7 +43,11 @@ def check_type(name: str, value: object, kind: type | UnionType, wanted: str) ->
 
 def check_bool(name: str, value: object) -> None:
     """Accept numpy's booleans too. A text is refused: "false" would count as true."""
-    if value not in (True, False):
+    try:
+        is_bool = value in (True, False)
+    except ValueError:  # an array
+        is_bool = False
+    if not is_bool:
         raise TypeError(f"{name} must be true or false, got {brief(value)}")
 
 
@@ -205,6 +209,10 @@ class Support:
         kept = list(per_token)
         flat = [token for ids in kept for token in ids]
         return cls(counts=struct.pack(f"<{len(kept)}i", *map(len, kept)), ids=struct.pack(f"<{len(flat)}i", *flat))
+
+    def __post_init__(self) -> None:
+        if len(self.counts) % 4 or 4 * sum(self._counts()) != len(self.ids):
+            raise ValueError("Support.counts and Support.ids do not match: a record is damaged")
 
     def __len__(self) -> int:
         return len(self.counts) // 4

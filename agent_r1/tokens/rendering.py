@@ -287,7 +287,10 @@ class Renderer:
     ) -> str:
         """Apply the template with look-alikes defused, and with `SLOT` for the content of message `slot`."""
         # As JSON, 1 is not True and the order of keys counts, so equal keys mean equal prompts.
-        tools_json = json.dumps(list(tools))
+        try:
+            tools_json = json.dumps(list(tools))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"a tool schema is not JSON: {error}. Schemas: {tools!r:.300}") from error
         try:
             messages_json = _TO_JSON(messages if slot is None else _with_slot(messages, slot))
         except (TypeError, ValueError):  # images, for example

@@ -199,7 +199,7 @@ def test_gzipped_files_are_read_too(tmp_path: Path) -> None:
         ('{"x": ' + "[" * 5000 + "]" * 5000 + "}", "nested too deeply"),
         ('{"x": ' + "9" * 5000 + "}", "digits"),
         ("[]", "not a trajectory record"),
-        ('{"row_id": "r"}', "not a trajectory record: KeyError: 'trajectory_id'"),
+        ('{"row_id": "r"}', "not a trajectory record: KeyError"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
