@@ -44,6 +44,7 @@ SMALL_QUICKSTART = [
     "eval.rows=4",
 ]
 QUICKSTARTS = ("quickstart", "vision_quickstart")  # their models are tiny, and their demonstrations imperfect
+CPU = [preset for recipe in bundled_recipes() for preset in bundled_presets(recipe) if preset.endswith("/cpu")]
 TINY = [preset for recipe in bundled_recipes() for preset in bundled_presets(recipe) if preset.endswith("/tiny")]
 
 
@@ -114,6 +115,12 @@ def test_every_recipe_has_a_tiny_preset_or_is_tiny() -> None:
 @pytest.mark.parametrize("recipe", QUICKSTARTS)
 def test_a_quickstart_runs_two_steps(recipe: str, tmp_path: Path) -> None:
     config = load_config(recipe, SMALL_QUICKSTART)
+    check_run(config, trained(config, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("preset", CPU)
+def test_a_preset_that_learns_on_a_cpu_runs_two_steps(preset: str, tmp_path: Path) -> None:
+    config = load_config(preset, [*SMALL_QUICKSTART, "trainer.save_every=2"])
     check_run(config, trained(config, tmp_path / "run"))
 
 

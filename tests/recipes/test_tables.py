@@ -15,9 +15,11 @@ import tarfile
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from agent_r1.build.start import load_demos
 from agent_r1.build.task import build_task
@@ -26,7 +28,7 @@ from agent_r1.envs.check import check_env
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.flows.replay import replay
-from agent_r1.recipes.tables import data, synthetic, task
+from agent_r1.recipes.tables import data, synthetic, task, tiny
 from agent_r1.recipes.tables.answers import same_answers
 from agent_r1.recipes.tables.programs import Condition, Kind, Program, as_python, as_sql, execute
 from agent_r1.recipes.tables.sandbox import setup
@@ -392,6 +394,44 @@ def test_synthetic_splits_do_not_overlap() -> None:
     assert not train & test
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
         synthetic.rows("dev")
+
+
+def test_test_tables_have_people_and_headers_that_no_training_table_has() -> None:
+    headers, people = {}, {}
+    for split in ("train", "test"):
+        drawn = [table for _, table, _, _ in islice(synthetic.draw(split, random.Random(0)), 300)]
+        headers[split] = {frozenset(table.columns) for table in drawn}
+        people[split] = {name for table in drawn for name in table.values(table.columns[1])}
+        assert len(headers[split]) > 50
+    assert not headers["train"] & headers["test"]
+    assert not people["train"] & people["test"]
+
+
+def test_generated_questions_are_of_all_kinds_and_reproducible() -> None:
+    assert synthetic.rows("test", 5) == synthetic.rows("test", 60)[:5]
+    kinds = {row.data_source for row in synthetic.rows("test", 200)}
+    asked = {Kind.COUNT, Kind.DISTINCT, Kind.FIRST, Kind.LAST, Kind.NEXT, Kind.PREVIOUS, Kind.SUM, Kind.VALUES}
+    assert kinds == {f"tables/{kind}" for kind in asked}
+
+
+def test_loose_demonstrations_make_valid_queries_and_are_mostly_wrong() -> None:
+    shown = synthetic.loose_demos(200, 0)
+    assert shown == synthetic.loose_demos(200, 0)
+    parts = [score(row, texts, SqlTool(seconds=10.0)) for row, texts in shown]
+    assert {(each["format"], each["good_calls"]) for each in parts} == {(1.0, 1.0)}
+    assert 0.3 < fmean(each["accuracy"] for each in parts) < 0.5
+
+
+def test_a_name_or_a_column_is_as_many_tokens_in_a_query_as_in_the_question(tmp_path: Path) -> None:
+    tiny.make_tiny_model(tmp_path, 0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.decode([each]) for each in tokenizer.encode(text)]
+
+    assert {"Ada", "Ash", " points"} <= set(pieces("how many points does Ada Ash have?"))
+    assert {"Ada", "Ash", " points"} <= set(pieces("SELECT points FROM t WHERE player LIKE '%Ada Ash%'"))
+    assert len(pieces(task.INSTRUCTION)) == 1
 
 
 def test_demonstrations_answer_training_questions(tmp_path: Path) -> None:

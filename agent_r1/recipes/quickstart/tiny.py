@@ -30,7 +30,8 @@ CALL_TAGS = ("<tool_call>", "</tool_call>")  # tokens, but not special ones: the
 # Text that never merges with its neighbours. Pairs of digits and names: a number or a name has the same tokens wherever
 # it occurs, and copying a number below 100 is copying one token (digit by digit, some seeds never copy the second one).
 # The header of a turn: the prompt ends with it, so what follows must start a new token.
-PIECES = Regex("[0-9]{1,2}|[A-Z][a-z]*|(?:system|user|assistant|tool)\\n")
+ROLES = "system|user|assistant|tool"
+PIECES = Regex(f"[0-9]{{1,2}}|[A-Z][a-z]*|(?:{ROLES})\\n")
 MAX_VOCABULARY = 1000  # an upper bound; training ends when nothing is left to merge
 TEXT_ROWS = 2000  # demonstrations the tokenizer learns from: every name and number occurs often
 
@@ -102,6 +103,11 @@ def make_tokenizer(
     bare.train_from_iterator(text, trainer)
     bare.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in CALL_TAGS])
     return _with_template(bare, template, special)
+
+
+def whole(*texts: str) -> Regex:
+    """Pieces for other tasks: these texts, words, names and pairs of digits never merge with their neighbours."""
+    return Regex(f"{'|'.join(map(re.escape, texts))}|(?:{ROLES})\\n|[0-9]{{1,2}}|[A-Z][a-z]+| ?[a-z_]+")
 
 
 def _with_template(tokenizer: Tokenizer, template: Path, special: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -38,6 +38,7 @@ NOT_RUN = {
     r"agent-r1 train .*--gpus .*": "starts several processes: tests/cli/test_ranks.py",
     r"agent-r1 train .*track=.*": "needs an account: tests/runs/test_track.py",
     r"agent-r1 train \w+/tiny": "tests/recipes/test_recipes_run.py trains it",
+    r"agent-r1 train \w+/cpu": "takes minutes; tests/recipes/test_recipes_run.py trains two steps",
     r"agent-r1 train (vision_quickstart|drafts_critic|forecast|gridworld|planner_worker)": "takes minutes",
     r"agent-r1 (train|sft) (alfworld|geometry3k|gsm8k|hotpotqa|paper_search|retool|tables|webshop).*": "needs data",
 }  # fmt: skip
