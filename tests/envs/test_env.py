@@ -46,9 +46,7 @@ def test_a_registered_env_is_created_by_name_with_its_settings() -> None:
 def test_unknown_names_and_settings_are_config_errors() -> None:
     with pytest.raises(ConfigError, match=r"unknown env 'count_for_test'. Did you mean 'count_for_tests'?"):
         env_class("count_for_test")
-    with pytest.raises(ConfigError, match=r"env 'count_for_tests' does not accept these env_kwargs: .*'limt'"):
-        make_env(CountEnv, "count_for_tests", {"limt": 5})
-    with pytest.raises(ConfigError, match=r"'limt'\. Did you mean 'limit'\? Choose one of: limit$"):
+    with pytest.raises(ConfigError, match=r"env 'count_for_tests' does not accept these env_kwargs: .*'limt'.*'limit'"):
         make_env(CountEnv, "count_for_tests", {"limt": 5})
 
 
@@ -151,7 +149,6 @@ CALL = ToolCallRecord(name="look", arguments={}, result="", text_span=(0, 1))
         (ended, {"calls": [replace(CALL, reward=float("inf"))]}, "Transition.calls[0].reward"),
         (ended, {"stop": "done"}, "Transition.stop"),
         (Transition, {"terminated": "no"}, "Transition.terminated"),
-        (Transition, {"terminated": np.array([True, False])}, "Transition.terminated"),
         (ended, {"observation": "x"}, "Transition.observation"),
         (shown, {"messages": []}, "Observation.messages"),
         (shown, {"messages": "hi"}, "Observation.messages"),
@@ -255,16 +252,6 @@ def test_reset_and_step_may_be_decorated() -> None:
         step = timed(CountEnv.step)
 
     assert outcome(make_env(Timed, "task.Timed", {})) == (StopReason.ANSWERED, "")
-
-
-def test_a_name_can_be_registered_again_by_the_same_class_only() -> None:
-    AgentEnv.register("count_for_tests")(CountEnv)  # a module imported twice
-
-    class Other(CountEnv):
-        pass
-
-    with pytest.raises(ConfigError, match=r"env name 'count_for_tests' is taken by .*CountEnv"):
-        AgentEnv.register("count_for_tests")(Other)
 
 
 def test_a_row_overrides_key_by_key() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel
 
-from agent_r1 import Reply, check_env
+from agent_r1 import Reply
 from agent_r1.envs.base import env_class, make_env
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.errors import ConfigError
@@ -192,20 +191,6 @@ def test_calls_of_a_response_run_in_order_unless_their_tools_are_parallel() -> N
     assert logged(True, True, parallel=False) == "a+, a-, b+, b-, c+, c-, d+, d-"
 
 
-def test_sync_calls_do_not_lose_updates_of_the_state() -> None:
-    @tool
-    def deposit(amount: int, account: FromRow[dict[str, int]]) -> int:
-        """Put money on the account."""
-        before = account["balance"]
-        time.sleep(0.01)
-        account["balance"] = before + amount
-        return account["balance"]
-
-    env = ToolEnv(tools=[deposit], tools_kwargs={"account": {"balance": 0}})
-    (step,) = play(env, "".join(say("deposit", amount=amount) for amount in (1, 2, 4)))
-    assert [call.result for call in step.calls] == ["1", "3", "7"]
-
-
 def test_a_batch_tool_gets_the_calls_of_one_response_together() -> None:
     sizes: list[int] = []
 
@@ -241,24 +226,14 @@ def test_a_long_result_is_cut_with_a_note() -> None:
     @tool
     def dump(size: int) -> str:
         """Dump."""
-        return "x" * size
+        return "x\ud800" * (size // 2)
 
-    size = 100 * 2**20
+    size = 2**20
     (step,) = play(ToolEnv(tools=[dump], max_result_chars=10), say("dump", size=size))
-    assert step.calls[0].result == f"xxxxxxxxxx\n[{size - 10} of {size} characters cut]"
+    assert step.calls[0].result == f"x?x?x?x?x?\n[{size - 10} of {size} characters cut]"
     assert messages(step)[-1]["content"] == step.calls[0].result
     (step,) = play(ToolEnv(tools=[dump], max_result_chars=10), say("dump", size=10))
-    assert step.calls[0].result == "x" * 10
-
-
-def test_lone_surrogates_are_replaced() -> None:
-    @tool
-    def half() -> str:
-        """Give half a surrogate pair."""
-        return "a\ud800b"
-
-    (step,) = play(ToolEnv(tools=[half]), say("half"))
-    assert step.calls[0].result == "a?b"
+    assert step.calls[0].result == "x?" * 5  # lone surrogates are replaced
 
 
 def test_values_of_the_row_reach_the_tools_that_take_them() -> None:
@@ -309,13 +284,6 @@ def test_tools_may_be_given_by_name_and_have_openai_schemas() -> None:
     BaseTool.register(add)
     env = ToolEnv(tools=["add", python])
     assert [schema["function"]["name"] for schema in env.tool_schemas] == ["add", "python"]
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "harmony"])
-def test_every_format_plays_the_same_episode(name: str) -> None:
-    step, last = play(ToolEnv(tools=[add], tool_format=name), FORMATS[name].write_call("add", {"a": 1, "b": 2}), "3")
-    assert messages(step)[-1] == {"role": "tool", "name": "add", "content": "3"}
-    assert last.stop is StopReason.ANSWERED
 
 
 def test_retool_runs_code_in_its_tool_and_answers_as_user() -> None:
@@ -431,11 +399,3 @@ def test_a_reply_of_the_wrong_type_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"Wrong\.reply returns must be a Reply, got str 'hello'"):
         play(Wrong(tools=[add]), "hello")
-
-
-def test_an_env_with_a_user_passes_check_env() -> None:
-    class Fixed(Talk):
-        deterministic = True
-
-    row = TaskRow(prompt=ROW.prompt, row_id="talk", env_kwargs={"tools": [add]})
-    asyncio.run(check_env(Fixed, row, ["Which one?", say("add", a=1, b=2), "It is 3."]))

@@ -157,10 +157,6 @@ async def _leak(env: Counting) -> Any:
     return Transition(observation=env.shown(), info={"pid": os.getpid()})
 
 
-async def _grab(env: Counting) -> Any:
-    return Transition(observation=env.shown(), info={"size": len(bytearray(4096 * MIB))})
-
-
 async def _no_transition(env: Counting) -> Any:
     return {"text": "not a transition"}
 
@@ -326,7 +322,6 @@ TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
     "hang": _hang,
     "hang in c": _hang_in_c,
     "leak": _leak,
-    "grab": _grab,
     "no transition": _no_transition,
     "function": _function,
     "deep": _deep,

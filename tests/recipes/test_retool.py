@@ -44,7 +44,7 @@ from agent_r1.recipes.retool.task import reward, rows
 from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import ToolError
 from agent_r1.tools.python.limits import KilledBy, Outcome
-from agent_r1.tools.python.sandbox import LEVELS, Guarantee, what_is_missing
+from agent_r1.tools.python.sandbox import GUARANTEES, LEVELS, what_is_missing
 from agent_r1.tools.python.tool import PythonTool
 from agent_r1.types import Action, Step, StopReason, TaskRow, ToolCallRecord, Trajectory
 
@@ -477,9 +477,9 @@ def test_the_table_of_the_readme_is_the_table_of_the_code() -> None:
     lines = [line for line in readme.splitlines() if line.startswith("|")]
     [head] = [line for line in lines if line.startswith("| level |")]
     names = [cell.strip() for cell in head.split("|")[2:-1]]
-    assert names == [*Guarantee]
+    assert names == [*GUARANTEES]
     for name, guarantees in LEVELS.items():
-        row = f"| `{name}` | " + " | ".join("yes" if each in guarantees else "no" for each in Guarantee) + " |"
+        row = f"| `{name}` | " + " | ".join("yes" if each in guarantees else "no" for each in GUARANTEES) + " |"
         assert row in lines
 
 

@@ -161,15 +161,6 @@ def test_a_server_over_http_that_is_restarted_costs_the_calls_made_meanwhile() -
         with_tools(tools, work)
 
 
-def test_a_process_that_dies_costs_one_call_and_is_started_again() -> None:
-    async def work(named: dict[str, BaseTool]) -> None:
-        crashed, other = await asyncio.gather(call(named["crash"]), call(named["wait"], seconds=20))
-        assert {crashed.fault, other.fault} == {"failed"}  # the other call ran in the same process
-        assert (await call(named["add"], a=1)).text == "2"
-
-    with_tools(MCPTools(command=STDIO), work)
-
-
 def test_calls_are_shared_among_several_connections() -> None:
     async def work(named: dict[str, BaseTool]) -> None:
         first, second = await asyncio.gather(call(named["pid"]), call(named["pid"]))
@@ -263,12 +254,15 @@ def test_wrong_settings_are_named(settings: dict[str, Any], named: str) -> None:
         MCPTools(**settings)
 
 
-def test_a_process_killed_in_a_run_is_not_left_behind(tmp_path: Path) -> None:
+def test_a_process_that_dies_costs_the_calls_in_it_and_is_started_again(tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     code = f"import os; open({str(marker)!r}, 'w').write(str(os.getpid())); import runpy; "
     code += f"runpy.run_path({str(SERVER)!r}, run_name='__main__')"
 
     async def work(named: dict[str, BaseTool]) -> None:
+        crashed, other = await asyncio.gather(call(named["crash"]), call(named["wait"], seconds=20))
+        assert {crashed.fault, other.fault} == {"failed"}  # the other call ran in the same process
+        assert (await call(named["add"], a=1)).text == "2"
         os.kill(int(marker.read_text()), signal.SIGKILL)
         assert (await call(named["add"], a=1)).fault == "failed"
         assert (await call(named["add"], a=1)).text == "2"

@@ -73,9 +73,9 @@ def test_sets_have_the_same_order_in_every_sandbox(box: Sandbox) -> None:
         assert run(box, code).stdout == run(other, code).stdout
 
 
-def test_two_hundred_calls_at_once_each_get_their_own_answer(box: Sandbox) -> None:
-    outcomes = together(*(box.run(f"print({n} * {n})") for n in range(200)))
-    assert [outcome.stdout for outcome in outcomes] == [f"{n * n}\n" for n in range(200)]
+def test_many_calls_at_once_each_get_their_own_answer(box: Sandbox) -> None:
+    outcomes = together(*(box.run(f"print({n} * {n})") for n in range(60)))
+    assert [outcome.stdout for outcome in outcomes] == [f"{n * n}\n" for n in range(60)]
 
 
 def test_only_the_chosen_libraries_are_there(roomy: Sandbox) -> None:

@@ -254,15 +254,17 @@ def test_a_build_reports_its_stages(tmp_path: Path) -> None:
     assert half == "reading: 50 of 200 passages (25%), about 9 s left"  # 3 s for 50, so 9 s for 150
 
 
-@pytest.mark.parametrize("before", ["", "import jax"])
 @pytest.mark.parametrize(
-    "search",
+    ("before", "search"),
     [
-        "from agent_r1.tools.search.lexical import import_bm25s; assert import_bm25s() is import_bm25s()",
-        "from agent_r1.recipes.webshop.synthetic import shop; shop()",
+        (
+            "import jax",
+            "from agent_r1.tools.search.lexical import import_bm25s; assert import_bm25s() is import_bm25s()",
+        ),
+        ("", "from agent_r1.recipes.webshop.synthetic import shop; shop()"),
     ],
 )
-def test_lexical_search_does_not_start_jax(search: str, before: str, tmp_path: Path) -> None:
+def test_lexical_search_does_not_start_jax(before: str, search: str, tmp_path: Path) -> None:
     """bm25s would start JAX, which takes three quarters of the GPU's memory."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("started = True\n")

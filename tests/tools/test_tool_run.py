@@ -95,6 +95,18 @@ def test_a_tool_error_may_cost_a_process_reward() -> None:
     with pytest.raises(TypeError, match=r"ToolError\.reward"):
         ToolError("no such page", reward=math.nan)
 
+    class NotFound(ToolError):
+        def __init__(self, page: int) -> None:
+            self.page = page
+
+    @tool
+    def read(page: int) -> str:
+        """Read."""
+        raise NotFound(page)
+
+    outcome = run(read, {"page": 3})
+    assert (outcome.text, outcome.reward) == ("3", 0.0)  # an `__init__` of its own
+
 
 def test_a_tool_that_hangs_times_out() -> None:
     forever = threading.Event()
@@ -307,20 +319,6 @@ def test_batching_keeps_neither_event_loops_nor_tools_alive() -> None:
             break
         time.sleep(0.05)
     assert [ref() for ref in loops + tools] == [None] * 6
-
-
-def test_a_tool_error_with_its_own_init_costs_nothing() -> None:
-    class NotFound(ToolError):
-        def __init__(self, page: int) -> None:
-            self.page = page
-
-    @tool
-    def read(page: int) -> str:
-        """Read."""
-        raise NotFound(page)
-
-    outcome = run(read, {"page": 3})
-    assert (outcome.text, outcome.reward, outcome.fault) == ("3", 0.0, "failed")
 
 
 def test_execute_must_be_async() -> None:

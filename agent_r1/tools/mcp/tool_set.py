@@ -7,8 +7,10 @@ the next call connects again, and only if that fails too does an episode fail.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -31,15 +33,16 @@ from agent_r1.tools.mcp.connection import (
     ServerError,
     require_sdk,
 )
-from agent_r1.tools.mcp.results import as_result
 
 if TYPE_CHECKING:
+    from mcp.types import CallToolResult
     from mcp.types import Tool as RemoteTool
 
     from agent_r1.tools.mcp.json_schema import SchemaArguments
 
 logger = logging.getLogger(__name__)
 
+EMPTY = "(no output)"
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -171,7 +174,7 @@ class MCPTools(ToolSet):
         except MCPError as error:
             logger.warning("a call of %s on %s failed: %s%s", name, self.place, error, connection.stderr())
             raise ToolError(f"the call failed: {error}. The tool may work again when it is called again") from error
-        return as_result(result)
+        return _as_result(result)
 
     def release(self, episode: str) -> None:
         """End the connection of an episode. Does not wait for the server to exit."""
@@ -249,3 +252,47 @@ class MCPTool(BaseTool):
 
     async def execute(self, args: dict[str, Any]) -> ToolResult:  # type: ignore[override]
         return await self._owner.call(self._remote, args, self._episode)
+
+
+def _as_result(result: CallToolResult) -> ToolResult:
+    """Return text for the model, pictures, and structured content as info. Raises ToolError for an error result."""
+    texts, images = [], []
+    for block in result.content:
+        text, image = _read_block(block)
+        if text:
+            texts.append(text)
+        if image is not None:
+            images.append(image)
+    structured = result.structured_content
+    if not texts and not images and structured is not None:
+        texts = [json.dumps(structured, ensure_ascii=False)]
+    text = "\n".join(texts)
+    if result.is_error:
+        raise ToolError(text or "the tool failed without a message")
+    info = {} if structured is None else {"structured": structured}
+    return ToolResult(text or ("" if images else EMPTY), info=info, images=images)
+
+
+def _read_block(block: Any) -> tuple[str, bytes | None]:
+    """Return the text and the picture of a part of a result."""
+    if block.type == "text":
+        return block.text, None
+    if block.type == "image":
+        return "", _decoded(block.data)
+    if block.type == "audio":
+        return f"[audio, {block.mime_type}, is not shown]", None
+    if block.type == "resource_link":
+        return " ".join(filter(None, [block.name, str(block.uri), block.description])), None
+    resource = block.resource  # embedded
+    if hasattr(resource, "text"):
+        return resource.text, None
+    if (resource.mime_type or "").startswith("image/"):
+        return "", _decoded(resource.blob)
+    return f"[{resource.uri}, {resource.mime_type or 'binary'}, is not shown]", None
+
+
+def _decoded(data: str) -> bytes:
+    try:
+        return b64decode(data, validate=True)
+    except ValueError as error:
+        raise ToolError(f"the tool returned a picture that cannot be decoded: {error}") from error

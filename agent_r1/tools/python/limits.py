@@ -27,11 +27,10 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            types, kind = (int, "an integer") if field.type == "int" else (int | float, "a number")
-            if isinstance(value, bool) or not isinstance(value, types):
-                raise ConfigError(f"Limits.{field.name} must be {kind}, got {value!r}")
-            if not 0 < value <= MAX_LIMIT:
-                raise ConfigError(f"Limits.{field.name} must be positive and at most {MAX_LIMIT}, got {value}")
+            kind = int if field.type == "int" else int | float
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= MAX_LIMIT:
+                wanted = "an integer" if kind is int else "a number"
+                raise ConfigError(f"Limits.{field.name} must be {wanted} above 0, at most {MAX_LIMIT}, got {value!r}")
 
 
 class KilledBy(StrEnum):

@@ -64,7 +64,8 @@ class SandboxProcess:
     def call(self, code: str) -> Outcome:
         """Run `code`. A process that was killed, or has ended itself, is no longer `usable`."""
         began = time.monotonic()
-        exchange = _Exchange(self._channel, self._output, code, self._limits.output_chars)
+        exchange = _Exchange(self._output, self._limits.output_chars)
+        self._send(code)
         killed_by, ended = self._watch(exchange, began + self._limits.seconds)
         seconds = time.monotonic() - began
         if killed_by is None and exchange.report.done:
@@ -100,10 +101,17 @@ class SandboxProcess:
                     os.close(fd)
             self._output = self._handle = -1
 
+    def _send(self, code: str) -> None:
+        data = code.encode("utf-8", errors="replace")
+        self._channel.settimeout(self._limits.seconds)
+        with suppress(OSError):  # it does not read, or has closed its end: `_watch` notices both
+            self._channel.sendall(HEADER.pack(len(data)) + data)
+        self._channel.setblocking(False)
+
     def _watch(self, exchange: _Exchange, deadline: float) -> tuple[KilledBy | None, tuple[int, float] | None]:
         """Wait for a report, an end or a limit. Returns the limit that was exceeded, and the status if it has ended."""
         poll, channel, status = select.poll(), self._channel.fileno(), self._status.fileno()
-        poll.register(channel, select.POLLIN | select.POLLOUT)
+        poll.register(channel, select.POLLIN)
         poll.register(self._output, select.POLLIN)
         poll.register(status, select.POLLIN)
         while True:
@@ -113,9 +121,7 @@ class SandboxProcess:
                 poll.unregister(self._output)
             if exchange.too_long:
                 return KilledBy.OUTPUT, None
-            if ready.get(channel, 0) & select.POLLOUT and exchange.send_code():
-                poll.modify(channel, select.POLLIN)
-            if ready.get(channel, 0) & ~select.POLLOUT and not exchange.report.read(self._channel):
+            if channel in ready and not exchange.report.read(self._channel):
                 poll.unregister(channel)
             if exchange.report.done:
                 return None, None
@@ -162,23 +168,15 @@ def _is_readable(fd: int, seconds: float) -> bool:
 
 
 class _Exchange:
-    """The messages between host and process during one call."""
+    """What a process prints and reports during one call."""
 
-    def __init__(self, channel: socket.socket, output: int, code: str, output_chars: int) -> None:
-        self._channel, self._output = channel, output
-        data = code.encode("utf-8", errors="replace")
-        self._unsent = HEADER.pack(len(data)) + data
+    def __init__(self, output: int, output_chars: int) -> None:
+        self._output = output
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._room = output_chars
         self.text = ""
         self.too_long = False
         self.report = _Report()
-
-    def send_code(self) -> bool:
-        """Send some of the code; True once all of it is sent."""
-        with suppress(OSError):  # the process has closed its end, which the next read notices
-            self._unsent = self._unsent[self._channel.send(self._unsent) :]
-        return not self._unsent
 
     def read_output(self) -> bool:
         """Read some output, little more than is allowed; False at its end."""

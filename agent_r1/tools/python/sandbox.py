@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cache
 from itertools import cycle
 
@@ -31,23 +30,17 @@ CORES_PER_ZYGOTE = 4  # a zygote forks one process at a time, fast enough for th
 LOST_STATE = "the interpreter was restarted: what earlier calls defined is gone"
 
 
-class Guarantee(StrEnum):
-    """What sandboxed code cannot do, whatever it tries."""
-
-    TIME = "time"  # run longer than its wall time
-    MEMORY = "memory"  # take more than memory_mb in a process, and processes * memory_mb + scratch_mb in all
-    OUTPUT = "output"  # return more than output_chars
-    ENDS = "ends"  # leave a process behind
-    PROCESSES = "processes"  # have more processes and threads than its limit
-    NETWORK = "network"  # reach a network, a socket of the host, or another run
-    FILES = "files"  # read anything but Python and the chosen libraries: no environment, no other process
-    WRITES = "writes"  # write anywhere but to a private /tmp, which is deleted with the run
-
-
-LEVELS = {
-    "namespaces": frozenset(Guarantee),
-    "process": frozenset({Guarantee.TIME, Guarantee.MEMORY, Guarantee.OUTPUT}),  # runs as the same user, hides nothing
-}
+# What code at a level cannot do, whatever it tries:
+#   time: run longer than its wall time
+#   memory: take more than memory_mb in a process, and processes * memory_mb + scratch_mb in all
+#   output: return more than output_chars
+#   ends: leave a process behind
+#   processes: have more processes and threads than its limit
+#   network: reach a network, a socket of the host, or another run
+#   files: read anything but Python and the chosen libraries: no environment, no other process
+#   writes: write anywhere but to a private /tmp, which is deleted with the run
+GUARANTEES = ("time", "memory", "output", "ends", "processes", "network", "files", "writes")
+LEVELS = {"namespaces": GUARANTEES, "process": GUARANTEES[:3]}  # process: runs as the same user, hides nothing
 
 
 def check_level(level: str) -> None:
