@@ -70,9 +70,13 @@ def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 def views(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Choice]]:
-    """Equal steps and equal time; only the first for one algorithm, or if both take the same evaluations."""
-    steps, time = at_equal_steps(runs), at_equal_time(runs)
-    same = len(by_name(runs)) == 1 or all(steps[1](run)["step"] == time[1](run)["step"] for run in runs)
+    """Equal steps and equal time; only the first without times, for one algorithm, or if both take the same
+    evaluations."""
+    steps = at_equal_steps(runs)
+    if len(by_name(runs)) == 1 or any(each["seconds"] is None for run in runs for each in run["held_out"]):
+        return [steps]
+    time = at_equal_time(runs)
+    same = all(steps[1](run)["step"] == time[1](run)["step"] for run in runs)
     return [steps] if same else [steps, time]
 
 

@@ -9,7 +9,8 @@ ppo:critic.lr=1e-4` of one. An algorithm can take part several times under diffe
 those of `--splits`; the gain of RL is the paired difference between the last and the first evaluation of a run.
 `--start RUN` uses an existing warm start. `--add` keeps the runs that the results file already has, so that seeds can
 be measured on different days. With more than one of `--workers`, runs share the machine, so compare their times only
-with each other.
+with each other. On a machine that has other work, `--cpu-seconds` counts processor time, and the comparison is at equal
+steps only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -56,6 +58,7 @@ class Job:
     words: tuple[str, ...]
     splits: tuple[str, ...] = ()  # evaluated at the end, besides the recipe's own
     environment: Mapping[str, str] = field(default_factory=dict)  # in addition to the environment
+    on_cpu: bool = False  # count processor time; for one job at a time
 
     def play(self, folder: Path) -> dict[str, Any]:
         run, seconds = self.run(folder)
@@ -63,9 +66,10 @@ class Job:
 
     def run(self, folder: Path) -> tuple[RunDir, float]:
         """The results and the duration in seconds."""
-        path, began = folder / f"{self.name}-{self.seed}", time.perf_counter()
+        path, clock = folder / f"{self.name}-{self.seed}", cpu_seconds if self.on_cpu else time.perf_counter
+        began = clock()
         self._command(folder, *self.words, f"seed={self.seed}", "--run", str(path))
-        return RunDir.open(path), round(time.perf_counter() - began, 1)
+        return RunDir.open(path), round(clock() - began, 1)
 
     def judge(self, run: Path, folder: Path) -> dict[str, Any]:
         """Evaluate a run on the other splits."""
@@ -101,7 +105,7 @@ class Job:
             "commit": commit,
             "held_out": [
                 _evaluation(record)
-                | {"seconds": round(record["time"] - evaluated[0]["time"], 1), "by_row": by_row(run, record["step"])}
+                | {"seconds": self._since(evaluated[0], record), "by_row": by_row(run, record["step"])}
                 for record in evaluated
             ],
             "splits": {split: _split(run / "evals" / f"{split}.json") for split in self.splits},
@@ -110,6 +114,16 @@ class Job:
             **{name: found for name in DIAGNOSTICS if (found := [r[name] for r in training if name in r])},
             "seconds_per_step": [round(r["time/collect"] + r["time/update"], 2) for r in training],
         }
+
+    def _since(self, first: Mapping[str, Any], record: Mapping[str, Any]) -> float | None:
+        """Seconds between evaluations; None if other work on the machine would count too."""
+        return None if self.on_cpu else round(record["time"] - first["time"], 1)
+
+
+def cpu_seconds() -> float:
+    """Processor time of all programs that this process has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def held_out(run: RunDir) -> list[tuple[int, float, float]]:
@@ -160,18 +174,20 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     own = own_overrides(options.of, list(algorithms))
     seeds = [int(seed) for seed in options.seeds.split(",")]
     splits = tuple(split for split in options.splits.split(",") if split)
-    warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), splits=splits)
+    kind: dict[str, Any] = {"splits": splits, "on_cpu": options.cpu_seconds}
+    warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), **kind)
     begun = options.start or folder / f"sft-{seeds[0]}"
     start = warm.play(folder) if options.start is None else there_already(begun, folder, splits)
     begins = [item for item in common if not item.startswith("sft.")]  # concerns only the warm start
     trained = ("train", recipe, *begins, f"model.path={begun}", "sft.demos=null")
     jobs = [
-        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={algorithm}", *own[name]), splits=splits)
+        Job(name=name, seed=seed, words=(*trained, f"algorithm.name={algorithm}", *own[name]), **kind)
         for name, algorithm in algorithms.items()
         for seed in seeds
     ]
     for runs in as_they_end(jobs, lambda job: job.play(folder), options.workers):
-        yield {"workers": min(options.workers, len(jobs)), "start": start, "runs": runs}
+        clock = "CPU s" if options.cpu_seconds else "s"
+        yield {"workers": min(options.workers, len(jobs)), "clock": clock, "start": start, "runs": runs}
 
 
 def add(earlier: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +246,7 @@ def table(results: Mapping[str, Any], measures: Sequence[str], gain: str = "succ
         *(measure.replace("_", " ") for measure in measures),
         f"{gained_in} (95 % interval)",
     ]
-    titles += [*(split.replace("_", " ") for split in splits), "RL steps", "s"]
+    titles += [*(split.replace("_", " ") for split in splits), "RL steps", results.get("clock", "s")]
     rows = [["zero-shot", "", *_cells(start["held_out"][0], measures), "", *["" for _ in splits], "", ""]]
     for run in [start, *results["runs"]]:
         name, seed, gained = (
@@ -384,7 +400,10 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--gain", default="success", help=gain)
     parser.add_argument("--draw", action="store_true", help="measure nothing; picture, and table in the README")
     parser.add_argument("--add", action="store_true", help="keep the runs that the results file has, and add these")
+    parser.add_argument("--cpu-seconds", action="store_true", help="count processor time, on a machine with other work")
     options = parser.parse_args(words)
+    if options.cpu_seconds and options.workers > 1:
+        raise SystemExit("--cpu-seconds: with several workers, processor time cannot be told apart")
     name = options.recipe.replace("/", "-")
     out = options.out or RESULTS / f"{name}.json"
     measures = [measure for measure in options.measures.split(",") if measure]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.over_seeds import at_equal_steps, at_equal_time, difference, gain, seeds_table
+from benchmarks.over_seeds import at_equal_steps, at_equal_time, difference, gain, seeds_table, views
 from benchmarks.recipes import add
 
 
-def evaluation(step: int, seconds: float, success: str) -> dict[str, Any]:
+def evaluation(step: int, seconds: float | None, success: str) -> dict[str, Any]:
     return {"step": step, "seconds": seconds, "by_row": {"success": success, "reward_part/recall": success}}
 
 
@@ -33,6 +33,11 @@ def test_runs_are_compared_after_as_many_steps_or_after_as_much_time() -> None:
     assert (steps, minutes) == ("after 20 steps", "after 10.0 minutes")
     assert [by_steps(each)["step"] for each in SLOW + FAST] == [20, 20, 20, 20]
     assert [by_time(each)["step"] for each in SLOW + FAST] == [10, 10, 20, 20]
+
+
+def test_runs_without_times_are_compared_after_as_many_steps_only() -> None:
+    untimed = [run(name, 0, evaluation(0, None, "0 1"), evaluation(5, None, "1 1")) for name in ("grpo", "ppo")]
+    assert [title for title, _ in views(untimed)] == ["after 5 steps"]
 
 
 def test_gains_and_differences_by_hand() -> None:

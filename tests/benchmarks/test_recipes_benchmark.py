@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 from threading import Event
@@ -18,6 +20,7 @@ from benchmarks.recipes import (
     Job,
     algorithms_by_name,
     as_they_end,
+    cpu_seconds,
     draw,
     fill,
     gain_cell,
@@ -29,6 +32,14 @@ from benchmarks.recipes import (
     success_cell,
     table,
 )
+
+
+def test_processor_time_grows_with_the_work_of_ended_programs_and_needs_one_worker() -> None:
+    began = cpu_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+    assert cpu_seconds() > began
+    with pytest.raises(SystemExit, match="--cpu-seconds: with several workers"):
+        main(["gsm8k_tool/tiny", "--cpu-seconds", "--workers", "2"])
 
 
 @pytest.mark.slow
