@@ -19,8 +19,7 @@ from agent_r1.data.files import FORMATS, read_json, read_records
 from agent_r1.errors import ConfigError, DataError, import_extra
 from agent_r1.places import anchored
 from agent_r1.types import Message, TaskRow
-from agent_r1.vision.contents import read_pictures
-from agent_r1.vision.row_images import take_images
+from agent_r1.vision.contents import read_pictures, take_images
 
 Demo = tuple[TaskRow, list[str]]  # a row, and what an expert says in each turn
 

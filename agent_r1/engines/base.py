@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from agent_r1.errors import DataError
 from agent_r1.types import Support, Versions
 from agent_r1.vision.pictures import Picture
 
@@ -171,3 +172,13 @@ async def generate_all(sampler: Sampler, prompt: Prompt, sampling: Sampling, *, 
         longer = replace(prompt, ids=prompt.ids + completion.token_ids)
         completion = completion.then(await sampler.generate(longer, rest, session=session))
     return completion
+
+
+def check_fits(prompt: Prompt, sampling: Sampling, limits: Mapping[str, int]) -> None:
+    """Raise DataError if a prompt and its response may be longer than one of the limits, given by name."""
+    for name, limit in limits.items():
+        if len(prompt.ids) + sampling.max_tokens > limit:
+            raise DataError(
+                f"a prompt of {len(prompt.ids)} tokens and a response of up to {sampling.max_tokens} do not fit into "
+                f"{name} ({limit}). Shorten the prompt or lower max_tokens."
+            )

@@ -105,6 +105,20 @@ def host_seconds(calls: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A way to run a training step."""
+
+    name: str
+    settings: str = ""  # that select it, as words of a command
+    adapter_rank: int | None = None  # None: all weights are trained
+    checkpointing: bool = False
+    offload: bool = False
+    eight_bit: bool = False  # AdamW's moments
+    mlp_chunk: int | None = None  # tokens
+    split: int = 1  # GPUs that share one engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What the learner computes in a step. A prompt that a group shares is computed once."""
 
@@ -113,17 +127,17 @@ class Batch:
     trained: float  # tokens whose logits are needed
 
 
-def update_seconds(shape: Shape, gpu: Gpu, batch: Batch, *, adapter_rank: int | None, checkpointing: bool) -> float:
+def update_seconds(shape: Shape, gpu: Gpu, batch: Batch, method: Method) -> float:
     """A forward and a backward pass, and AdamW.
 
     In units of a forward pass, products with weights cost 3 (2 if the weights are frozen) and attention 3;
     checkpointing adds 1 to both. The head is computed once more for its backward pass. AdamW reads the gradient, the
     weight and both moments of a parameter and writes the last three: 28 bytes.
     """
-    products, again = (3 if adapter_rank is None else 2), int(checkpointing)
+    products, again = (3 if method.adapter_rank is None else 2), int(method.checkpointing)
     multiplied = _product_seconds(shape, gpu, batch, body=products + again, head=products + 1, attention=3 + again)
     moved = _moved_bytes(shape, batch, kept=1 + FORWARD_MOVES * again, logits=1)
-    return multiplied + (moved + 28 * shape.trained_parameters(adapter_rank)) / gpu.copy_bytes
+    return multiplied + (moved + 28 * shape.trained_parameters(method.adapter_rank)) / gpu.copy_bytes
 
 
 def forward_seconds(shape: Shape, gpu: Gpu, batch: Batch) -> float:
@@ -146,40 +160,34 @@ def _moved_bytes(shape: Shape, batch: Batch, *, kept: float, logits: float) -> f
     return kept * activations + logits * _measured("logit_moves") * batch.trained * 4 * shape.vocabulary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """How activations are kept for the backward pass."""
+def activation_bytes(shape: Shape, tokens: float, method: Method, *, shared_base: bool) -> float:
+    """Memory of a pack for its backward pass, without gradients of weights.
 
-    adapters: bool = False
-    shared_base: bool = False  # below adapters, in bf16: so is what layers pass on
-    checkpointing: bool = False
-    mlp_chunk: int | None = None  # tokens
-
-
-def activation_bytes(shape: Shape, tokens: float, kept: Kept) -> float:
-    """Memory of a pack for its backward pass, without gradients of weights."""
-    packs = tokens * bytes_per_token(shape, kept) + LOGITS_BYTES
-    if kept.mlp_chunk is None:
+    shared_base: the base below adapters is in bf16, and so is what layers pass on.
+    """
+    packs = tokens * bytes_per_token(shape, method, shared_base=shared_base) + LOGITS_BYTES
+    if method.mlp_chunk is None:
         return packs
-    one_mlp = _measured("activation_factor") * shape.mlp_bytes + _backward_bytes(shape, kept)
-    return packs + min(tokens, kept.mlp_chunk) * one_mlp
+    one_mlp = _measured("activation_factor") * shape.mlp_bytes + _backward_bytes(shape, method)
+    return packs + min(tokens, method.mlp_chunk) * one_mlp
 
 
-def bytes_per_token(shape: Shape, kept: Kept) -> float:
+def bytes_per_token(shape: Shape, method: Method, *, shared_base: bool) -> float:
     """Of activations, without MLPs in chunks. With checkpointing: the input of each layer, and one whole layer."""
-    in_chunks = kept.mlp_chunk is not None
+    in_chunks = method.mlp_chunk is not None
     layer = _measured("activation_factor") * (shape.activation_bytes - shape.mlp_bytes * in_chunks)
-    passing = 0.0 if in_chunks else _backward_bytes(shape, kept)
-    if kept.checkpointing:
-        return (2 if kept.shared_base else 4) * shape.layers * shape.hidden + layer + passing
+    passing = 0.0 if in_chunks else _backward_bytes(shape, method)
+    if method.checkpointing:
+        width = 2 if shared_base and method.adapter_rank is not None else 4
+        return width * shape.layers * shape.hidden + layer + passing
     return shape.layers * layer + passing
 
 
-def _backward_bytes(shape: Shape, kept: Kept) -> float:
+def _backward_bytes(shape: Shape, method: Method) -> float:
     """Of a token while the backward pass is in an MLP: the gradient of its widest vector, in bf16. Below adapters that
     gradient comes over two paths, and peft makes an fp32 copy of the vector: 8 bytes, which agree with both sizes that
     were measured with adapters."""
-    return (8.0 if kept.adapters else 2.0) * shape.intermediate
+    return (2.0 if method.adapter_rank is None else 8.0) * shape.intermediate
 
 
 def _measured(name: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from agent_r1.learn.sizes import moment_bytes
 from agent_r1.plan import formulas
-from agent_r1.plan.formulas import Batch, Gpu, Kept, activation_bytes, bytes_per_token, causal_pairs
+from agent_r1.plan.formulas import Batch, Gpu, Method, activation_bytes, bytes_per_token, causal_pairs
 from agent_r1.plan.shapes import MEASURED, Shape
 
 PACK_TOKENS = 131_072
@@ -38,23 +38,6 @@ class Load:
     forwards: int = 0  # passes without a gradient: old log-probs, reference, values
     critics: int = 0  # models that are trained beside the policy
     references: int = 0  # frozen copies of the model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    name: str
-    settings: str = ""  # that select it, as words of a command
-    adapter_rank: int | None = None  # None: all weights are trained
-    checkpointing: bool = False
-    offload: bool = False
-    eight_bit: bool = False  # AdamW's moments
-    mlp_chunk: int | None = None  # tokens
-    split: int = 1  # GPUs that share one engine
-
-    def kept(self, *, shared_base: bool) -> Kept:
-        adapters = self.adapter_rank is not None
-        shared = adapters and shared_base
-        return Kept(adapters=adapters, shared_base=shared, checkpointing=self.checkpointing, mlp_chunk=self.mlp_chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +95,15 @@ def estimate(shape: Shape, gpu: Gpu, load: Load, method: Method, *, gpus: int) -
     engines = max(1, gpus // method.split)
     playing = max(1, min(SEQUENCES, math.ceil(min(load.at_once, load.episodes) / engines)))
     free = gpu.usable_bytes - sum(memory.values())
-    kept = method.kept(shared_base=gpus == 1)
+    shared = gpus == 1
     one_cache = load.episode_tokens * shape.kv_bytes / method.split
     cache = max(load.longest * shape.kv_bytes / method.split, min(playing * one_cache, CACHE_SHARE * free))
-    per_token = bytes_per_token(shape, kept)
-    fixed = activation_bytes(shape, load.longest, kept) - load.longest * per_token
+    per_token = bytes_per_token(shape, method, shared_base=shared)
+    fixed = activation_bytes(shape, load.longest, method, shared_base=shared) - load.longest * per_token
     fitting = (free - cache - fixed) / per_token
     tokens = load.episodes * load.episode_tokens / gpus
     pack = int(max(load.longest, min(PACK_TOKENS, fitting, tokens)))
-    memory |= {"cache": cache, "activations": activation_bytes(shape, pack, kept)}
+    memory |= {"cache": cache, "activations": activation_bytes(shape, pack, method, shared_base=shared)}
     sequences = max(1, min(playing, int(cache / one_cache)))
     work, chain = _collect_seconds(shape, gpu, load, method, engines=engines, sequences=sequences)
     episodes, room = load.episodes / engines, max(sequences, min(SEQUENCES, load.at_once // engines))
@@ -168,9 +151,7 @@ def _update_seconds(shape: Shape, gpu: Gpu, load: Load, method: Method) -> float
         pairs=load.episodes * pairs,
         trained=load.episodes * load.response_tokens,
     )
-    training = formulas.update_seconds(
-        shape, gpu, batch, adapter_rank=method.adapter_rank, checkpointing=method.checkpointing
-    )
+    training = formulas.update_seconds(shape, gpu, batch, method)
     return load.epochs * (1 + load.critics) * training + load.forwards * formulas.forward_seconds(shape, gpu, batch)
 
 

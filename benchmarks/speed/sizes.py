@@ -30,8 +30,8 @@ from agent_r1.learn.learner import Learner
 from agent_r1.learn.memory import fixed_bytes, least_room
 from agent_r1.learn.model.lora import LoRA
 from agent_r1.learn.model.policy import PolicyModel
-from agent_r1.plan.formulas import activation_bytes, training_flops
-from agent_r1.plan.layouts import MLP_CHUNK, Load, Method, fixed_memory
+from agent_r1.plan.formulas import Method, activation_bytes, training_flops
+from agent_r1.plan.layouts import MLP_CHUNK, Load, fixed_memory
 from agent_r1.plan.shapes import read_shape
 from agent_r1.types import CreditedTrajectory
 
@@ -163,7 +163,7 @@ class SizesBench:
         counted = fixed_memory(shape, method, _NO_LOAD, gpus=1)
         if not adapters:  # there is no engine here; with adapters, this is the base
             counted.pop("engine")
-        packs = activation_bytes(shape, tokens, method.kept(shared_base=True))
+        packs = activation_bytes(shape, tokens, method, shared_base=True)
         return sum(counted.values()) + packs
 
     def _try(

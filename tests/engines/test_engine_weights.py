@@ -139,20 +139,30 @@ def test_weights_wait_for_running_requests_and_hold_new_ones_back(side: dict[str
     assert local.num_requests == 0
 
 
+Tasks = tuple[asyncio.Task[Completion], asyncio.Task[None], asyncio.Task[Completion]]
+
+
+async def load_behind(local: LocalEngine, model: Any, prompt: list[int]) -> Tasks:
+    """A running request, weights that wait for it, and a request that waits for them."""
+    running = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="a"))
+    await until(local, 3)
+    loading = asyncio.create_task(local.load_weights(other_weights(model).items(), version=2))
+    await asyncio.sleep(0)
+    held = asyncio.create_task(local.generate(Prompt(prompt), GREEDY, session="b"))
+    await asyncio.sleep(0)
+    assert not loading.done()
+    return running, loading, held
+
+
 @both
 def test_weights_can_be_loaded_after_a_request_is_cancelled(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
-    local = make_engine(model, **side)
 
     async def main() -> Completion:
-        task = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="s"))
-        await until(local, 3)
-        loading = asyncio.create_task(local.load_weights(other_weights(model).items(), version=2))
-        await asyncio.sleep(0)
-        assert not loading.done()
-        task.cancel()
+        running, loading, held = await load_behind(make_engine(model, **side), model, prompt)
+        running.cancel()
         await loading  # even if the last step is still being computed
-        return await local.generate(Prompt(prompt), GREEDY, session="s")
+        return await held
 
     assert asyncio.run(main()).versions == ((2, 6),)
 
@@ -160,17 +170,11 @@ def test_weights_can_be_loaded_after_a_request_is_cancelled(side: dict[str, Any]
 @both
 def test_after_a_cancelled_load_waiting_requests_use_the_old_weights(side: dict[str, Any]) -> None:
     model, (prompt,) = tiny("llama"), prompts(6)
-    local = make_engine(model, **side)
 
     async def main() -> tuple[Completion, Completion]:
-        first = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="a"))
-        await until(local, 3)
-        loading = asyncio.create_task(local.load_weights(other_weights(model).items(), version=2))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(local.generate(Prompt(prompt), GREEDY, session="b"))
-        await asyncio.sleep(0)
+        running, loading, held = await load_behind(make_engine(model, **side), model, prompt)
         loading.cancel()
-        return await asyncio.gather(first, second)
+        return await asyncio.gather(running, held)
 
     first, second = asyncio.run(main())
     assert (first.versions, second.versions) == (((0, 100),), ((0, 6),))
@@ -183,14 +187,9 @@ def test_closing_fails_a_waiting_load_and_the_requests_behind_it(side: dict[str,
     local = make_engine(model, **side)
 
     async def main() -> Any:
-        running = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="a"))
-        await until(local, 3)
-        loading = asyncio.create_task(local.load_weights(other_weights(model).items(), version=2))
-        await asyncio.sleep(0)
-        held = asyncio.create_task(local.generate(Prompt(prompt), GREEDY, session="b"))
-        await asyncio.sleep(0)
+        tasks = await load_behind(local, model, prompt)
         await local.close()
-        return await asyncio.wait_for(asyncio.gather(running, loading, held, return_exceptions=True), 10)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
 
     assert [type(each) for each in asyncio.run(main())] == [RolloutError] * 3
 

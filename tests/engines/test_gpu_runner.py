@@ -137,7 +137,7 @@ def read_late(local: LocalEngine, polls: int = 2) -> None:
     local._runner.launch = later  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("index", range(4))
 def test_a_stop_token_anywhere_in_a_burst_ends_the_response_and_the_session_continues(index: int) -> None:
     model, (prompt, other, addition) = tiny("llama"), prompts(5, 6, 3)
     with engine(model, **CPU) as local:
@@ -165,7 +165,7 @@ def test_too_many_stop_ids_are_refused() -> None:
         generate(local, [[1, 2]], Sampling(max_tokens=2, stop_ids=tuple(range(MAX_STOP_IDS + 1))))
 
 
-@pytest.mark.parametrize("turns", range(1, 12))
+@pytest.mark.parametrize("turns", range(1, 12, 2))
 def test_a_request_cancelled_with_two_steps_in_flight_leaves_nothing_behind(turns: int) -> None:
     model, (gone, stays, follows) = tiny("llama"), prompts(9, 5, 8)
     with engine(model, **GPU) as local:
@@ -230,7 +230,7 @@ class Breaking:
 
 
 @pytest.mark.parametrize("kernel", ["write", "attend", "draw"])
-@pytest.mark.parametrize("calls", [0, 1, 6, 9])
+@pytest.mark.parametrize("calls", [0, 7])
 def test_a_kernel_that_raises_fails_running_requests_and_loses_nothing(kernel: str, calls: int) -> None:
     model, (system, *tails) = tiny("llama"), prompts(8, 3, 2, 5)
     asked, kernels = [system + tail for tail in tails] * 2, Breaking(kernel)

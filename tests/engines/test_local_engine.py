@@ -13,8 +13,7 @@ import torch
 from agent_r1.compute.attention import Scoring, read_scoring
 from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.local import attention_interface
-from agent_r1.engines.local.cpu.cpu_attention import group_similar
-from agent_r1.engines.local.cpu.cpu_cache import CpuCache
+from agent_r1.engines.local.cpu.cpu_attention import CpuCache, group_similar
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.local_engine import LocalEngine
 from agent_r1.engines.local.model_runner import cast_weights
@@ -23,7 +22,7 @@ from agent_r1.errors import ConfigError, DataError, UnsupportedModelError
 from tests.engines.engine_sides import CPU, assert_logprobs_match, both, engine, generate, make_engine
 from tests.engines.tiny_models import prompts, tiny
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma3", "granite_scaled_logits", "gpt2"]
+FAMILIES = ["llama", "qwen3", "mistral_windowed", "gemma3", "gpt2"]  # tests/models has more
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
 
@@ -270,21 +269,6 @@ def test_casting_weights_leaves_the_frequencies_alone() -> None:
 
 
 @both
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("bloom_alibi", {}, r"layers \[0, 1\] of BloomForCausalLM"),
-        ("llama4_chunked", {}, "chunked_attention"),
-    ],
-)
-def test_models_that_cannot_run_exactly_are_refused(
-    family: str, changes: dict[str, Any], reason: str, side: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError, match=reason), engine(tiny(family, **changes), **side):
-        pass
-
-
-@both
 def test_positions_that_depend_on_the_longest_sequence_are_allowed_up_to_the_original_length(
     side: dict[str, Any],
 ) -> None:
@@ -319,7 +303,7 @@ def test_a_model_that_agrees_on_one_probe_is_accepted_and_otherwise_refused(
     runner.verify(right)
     assert not caplog.text
     runner.verify([*wrong[:-1], right[-1]])
-    assert "probe 3 of 3" in caplog.text
+    assert "on a later probe" in caplog.text
     with pytest.raises(ConfigError, match="by 100 where"):
         runner.verify(wrong)
 

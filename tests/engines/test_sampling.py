@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,40 +24,27 @@ def draw(uniform: float, sampling: Sampling, logits: torch.Tensor = LOGITS) -> t
     return tokens[0], round(math.exp(logprobs[0]), 6)
 
 
-def test_the_uniform_number_is_looked_up_in_the_cumulative_distribution() -> None:
-    # cumulative in id order: 0.3, 0.35, 0.85, 1.0
-    assert draw(0.29, PLAIN) == (0, 0.3)
-    assert draw(0.31, PLAIN) == (1, 0.05)
-    assert draw(0.84, PLAIN) == (2, 0.5)
-    assert draw(0.86, PLAIN) == (3, 0.15)
-
-
-def test_temperature_zero_takes_the_most_likely_and_reports_the_plain_softmax() -> None:
-    greedy = Sampling(max_tokens=1, temperature=0.0, top_k=1, top_p=0.1)
-    assert draw(0.99, greedy) == (2, 0.5)
-
-
-def test_temperature_sharpens_before_anything_else() -> None:
-    # temperature 0.5 squares the odds: 0.09, 0.0025, 0.25, 0.0225, sum 0.365
-    assert draw(0.0, Sampling(max_tokens=1, temperature=0.5)) == (0, round(0.09 / 0.365, 6))
-
-
-def test_top_k_renormalises_over_what_is_left() -> None:
-    # ids 0 and 2 stay: 0.3 / 0.8, 0.5 / 0.8
-    sampling = Sampling(max_tokens=1, top_k=2)
-    assert draw(0.37, sampling) == (0, 0.375)
-    assert draw(0.38, sampling) == (2, 0.625)
-
-
-def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
-    # 0.5 < 0.6, so id 0 is still needed; then 0.8 >= 0.6
-    assert draw(0.0, Sampling(max_tokens=1, top_p=0.6)) == (0, 0.375)
-    assert draw(0.0, Sampling(max_tokens=1, top_p=0.4)) == (2, 1.0)
-
-
-def test_top_p_counts_the_mass_left_by_top_k() -> None:
-    # after top_k=2 id 2 has 0.625 >= 0.6, alone; without it 0.5 would not have been enough
-    assert draw(0.0, Sampling(max_tokens=1, top_k=2, top_p=0.6)) == (2, 1.0)
+@pytest.mark.parametrize(
+    ("settings", "draws"),
+    [
+        # cumulative in id order: 0.3, 0.35, 0.85, 1.0
+        ({}, {0.29: (0, 0.3), 0.31: (1, 0.05), 0.84: (2, 0.5), 0.86: (3, 0.15)}),
+        # the most likely one, with its probability in the plain softmax
+        ({"temperature": 0.0, "top_k": 1, "top_p": 0.1}, {0.99: (2, 0.5)}),
+        # temperature 0.5 squares the odds: 0.09, 0.0025, 0.25, 0.0225, sum 0.365
+        ({"temperature": 0.5}, {0.0: (0, round(0.09 / 0.365, 6))}),
+        # ids 0 and 2 stay: 0.3 / 0.8, 0.5 / 0.8
+        ({"top_k": 2}, {0.37: (0, 0.375), 0.38: (2, 0.625)}),
+        # 0.5 < 0.6, so id 0 is still needed; then 0.8 >= 0.6
+        ({"top_p": 0.6}, {0.0: (0, 0.375)}),
+        ({"top_p": 0.4}, {0.0: (2, 1.0)}),
+        # after top_k=2 id 2 has 0.625 >= 0.6, alone; without it 0.5 would not have been enough
+        ({"top_k": 2, "top_p": 0.6}, {0.0: (2, 1.0)}),
+    ],
+    ids=str,
+)
+def test_draws_by_hand(settings: dict[str, Any], draws: dict[float, tuple[int, float]]) -> None:
+    assert {uniform: draw(uniform, Sampling(max_tokens=1, **settings)) for uniform in draws} == draws
 
 
 def test_a_uniform_number_just_below_one_never_picks_a_filtered_token() -> None:

@@ -177,27 +177,6 @@ def test_a_block_that_is_computed_in_the_same_step_is_not_copied() -> None:
 
 
 @both
-def test_the_source_of_a_copy_stays_until_it_was_copied(side: dict[str, Any]) -> None:
-    engine = scheduler(num_blocks=8, max_batch_tokens=4, **side)
-    engine.submit(request([1, 2, 3, 4, 5, 6], max_tokens=1, session="first"))
-    run(engine)
-    engine.submit(request(list(range(20, 28)), max_tokens=1, session="busy"))  # has the whole budget for a step
-    late = request([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, session="late")
-    engine.submit(late)
-    step(engine)
-    assert (late.running, late.cached) == (True, 4)
-    engine.release("first")
-    engine.submit(request([9], max_tokens=1, session="next"))
-    for chunk in step(engine)[0]:  # busy has the budget again, and next gets a block
-        assert 0 not in chunk.blocks
-    (chunk,) = [chunk for chunk in step(engine)[0] if chunk.request is late]
-    assert chunk.copies == ([(0, late.blocks[0])] if side is CPU else [])
-    for session in ("busy", "late", "next"):
-        engine.release(session)
-    assert engine.free_blocks == 8
-
-
-@both
 def test_a_request_cancelled_before_its_copies_were_made_frees_their_sources(side: dict[str, Any]) -> None:
     engine = scheduler(max_batch_tokens=4, **side)
     for session in ("first", "late"):
@@ -230,25 +209,6 @@ def test_a_session_rewrites_shared_blocks_in_a_copy(side: dict[str, Any]) -> Non
     assert chunk.start == 2
     assert chunk.copies == ([] if side is CPU else [(0, chunk.blocks[0])])
     assert (chunk.blocks[0] == 0) == (side is CPU)
-
-
-@both
-def test_freed_or_rewritten_blocks_are_not_found(side: dict[str, Any]) -> None:
-    engine = scheduler(**side)
-    engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
-    run(engine)
-    # The same blocks, from the third token on another text.
-    engine.submit(request([1, 2, 60], session="first"))
-    run(engine)
-    engine.submit(request([1, 2, 3, 4, 5, 6], session="late"))
-    (chunk,), _ = step(engine)
-    assert (chunk.start, chunk.copies) == (0, [])
-    run(engine)
-    for session in ("first", "late"):
-        engine.release(session)
-    engine.submit(request([1, 2, 60], session="later"))
-    (chunk,), _ = step(engine)
-    assert (chunk.start, chunk.copies) == (0, [])
 
 
 @both

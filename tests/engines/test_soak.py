@@ -17,10 +17,10 @@ from tests.engines.engine_sides import both, engine
 from tests.engines.scheduler_steps import has_requests
 from tests.engines.tiny_models import VOCAB, prompts, tiny
 
-EPISODES = 80  # in each half
+EPISODES = 40  # in each half
 AT_ONCE = 12
 MAX_RUNNING = 8
-TOKENS = 160  # 40 blocks of 4; an episode grows to 50 tokens and more
+TOKENS = 128  # 32 blocks of 4; an episode grows to 50 tokens and more
 STOPS = (1, 2, 3)  # about one token in thirty
 LENGTHS = (1, 2, 3, 4, 24)
 SYSTEM = prompts(5, 8)
@@ -98,8 +98,8 @@ def test_hundreds_of_requests_leave_nothing_behind(side: dict[str, Any]) -> None
             assert not local._futures
             assert not has_requests(scheduler)
             memory.append((requests_alive(), resident_mb()))
-        # 80 episodes of 2 to 6 requests, some of them cancelled.
-        assert all(counts["answered"] > 200 and counts["cancelled"] > 3 for counts in halves)
+        # 40 episodes of 2 to 6 requests, some of them cancelled.
+        assert all(counts["answered"] > 100 and counts["cancelled"] > 1 for counts in halves)
         assert min(local.stats.preemptions, local.stats.evictions, local.stats.shared_tokens) > 0
         # The requests of the last step may still be referenced.
         assert all(alive - before <= MAX_RUNNING for alive, _ in memory)

@@ -57,6 +57,11 @@ def make_engine(servers: list[FakeVLLM], folder: Path, **changes: Any) -> VLLMEn
     return engine
 
 
+@pytest.fixture
+def engine(two: list[FakeVLLM], tmp_path: Path) -> VLLMEngine:
+    return make_engine(two, tmp_path)
+
+
 def run(engine: VLLMEngine, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def whole() -> Any:
         try:
@@ -92,9 +97,8 @@ def test_sessions_are_spread_and_stay_on_their_server(two: list[FakeVLLM], tmp_p
 
 
 def test_requests_of_a_dead_server_are_repeated_on_another(
-    two: list[FakeVLLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    two: list[FakeVLLM], engine: VLLMEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine(two, tmp_path)
     two[0].release.clear()
 
     async def play() -> list[Completion]:
@@ -131,9 +135,8 @@ def test_a_server_that_comes_back_gets_the_current_weights_first(two: list[FakeV
 
 
 def test_a_run_without_any_server_ends_with_the_reason(
-    two: list[FakeVLLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    two: list[FakeVLLM], engine: VLLMEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine(two, tmp_path)
     for server in two:
         server.healthy, server.drop = False, lambda path: True
     with pytest.raises(RolloutError, match="no vLLM server is left"):
@@ -158,8 +161,7 @@ def test_a_server_that_hangs_is_found_by_its_health(
     two[0].release.set()
 
 
-def test_weights_wait_for_running_requests_and_new_requests_for_weights(two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_weights_wait_for_running_requests_and_new_ones_for_weights(two: list[FakeVLLM], engine: VLLMEngine) -> None:
     for server in two:
         server.release.clear()
 
@@ -183,8 +185,7 @@ def test_weights_wait_for_running_requests_and_new_requests_for_weights(two: lis
     run(engine, play)
 
 
-def test_a_server_that_dies_during_an_update_does_not_stop_the_run(two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_a_server_that_dies_during_an_update_does_not_stop_the_run(two: list[FakeVLLM], engine: VLLMEngine) -> None:
 
     async def play() -> Completion:
         two[0].healthy, two[0].drop = False, lambda path: path == "/collective_rpc"
@@ -195,8 +196,7 @@ def test_a_server_that_dies_during_an_update_does_not_stop_the_run(two: list[Fak
     assert run(engine, play).versions == ((1, 4),)
 
 
-def test_after_a_failed_write_requests_are_refused_until_the_next(two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_after_a_failed_write_requests_are_refused_until_the_next(two: list[FakeVLLM], engine: VLLMEngine) -> None:
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         raise OSError("disk full")
@@ -213,8 +213,7 @@ def test_after_a_failed_write_requests_are_refused_until_the_next(two: list[Fake
     assert run(engine, play).versions == ((2, 4),)
 
 
-def test_no_weights_are_written_while_a_server_starts_from_them(two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_no_weights_are_written_while_a_server_starts_from_them(two: list[FakeVLLM], engine: VLLMEngine) -> None:
     lost = engine._servers[0]
     written: list[bool] = []
 
@@ -222,7 +221,7 @@ def test_no_weights_are_written_while_a_server_starts_from_them(two: list[FakeVL
         ended = False
 
         def start(self) -> None:
-            folder, end = engine._weights.path, time.monotonic() + 1
+            folder, end = engine._weights.path, time.monotonic() + 0.3
             before = folder.stat().st_mtime_ns
             while folder.stat().st_mtime_ns == before and time.monotonic() < end:  # the engine wants to write meanwhile
                 time.sleep(0.01)
@@ -247,7 +246,7 @@ def test_no_weights_are_written_while_a_server_starts_from_them(two: list[FakeVL
 def test_a_server_that_hangs_during_an_update_is_given_up(
     two: list[FakeVLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent_r1.engines.vllm.vllm_server.UPDATE_SECONDS", 1.0)
+    monkeypatch.setattr("agent_r1.engines.vllm.vllm_server.UPDATE_SECONDS", 0.5)
     engine = make_engine(two, tmp_path)
     answers, released = two[0].post, threading.Event()
 
@@ -269,8 +268,7 @@ def test_a_server_that_hangs_during_an_update_is_given_up(
     assert (len(two[0].bodies), len(two[1].bodies)) == (0, 4)
 
 
-def test_a_response_that_is_aborted_on_a_dying_server_keeps_its_support(two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_a_response_aborted_on_a_dying_server_keeps_its_support(two: list[FakeVLLM], engine: VLLMEngine) -> None:
     sampling = Sampling(max_tokens=4, top_k=2, keep_support=True)
     two[0].release.clear()
 
@@ -287,8 +285,7 @@ def test_a_response_that_is_aborted_on_a_dying_server_keeps_its_support(two: lis
     assert completion.support.per_token() == [[2], [3], [4], [5]]
 
 
-def test_abort_returns_the_tokens_so_far(two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_abort_returns_the_tokens_so_far(two: list[FakeVLLM], engine: VLLMEngine) -> None:
     for server in two:
         server.release.clear()
 
@@ -349,9 +346,8 @@ def test_logits_that_are_not_finite_fail_the_episode() -> None:
 
 @pytest.mark.parametrize(("code", "content"), [(200, b"<html>"), (400, {"error": "bad"}), (500, {"error": "x"})])
 def test_a_healthy_server_that_refuses_a_request_is_not_lost(
-    code: int, content: Any, two: list[FakeVLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, content: Any, two: list[FakeVLLM], engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(two, tmp_path)
     for server in two:
         monkeypatch.setattr(server, "post", lambda path, **_: (code, content))
     with pytest.raises(RolloutError, match=r"the vLLM server http\S+ (answered|refused) /inference"):
@@ -360,8 +356,7 @@ def test_a_healthy_server_that_refuses_a_request_is_not_lost(
 
 
 @pytest.mark.parametrize("ids", [[], [VOCAB], [-1], [True], [1.0]])
-def test_ids_that_would_end_a_server_are_not_sent(ids: list[Any], two: list[FakeVLLM], tmp_path: Path) -> None:
-    engine = make_engine(two, tmp_path)
+def test_ids_that_would_end_a_server_are_not_sent(ids: list[Any], two: list[FakeVLLM], engine: VLLMEngine) -> None:
     with pytest.raises(DataError, match="the prompt contains"):
         run(engine, lambda: engine.generate(Prompt(ids), FOUR, session="a"))
     assert two[0].bodies == []

@@ -110,42 +110,16 @@ def test_an_update_is_announced_sent_in_buckets_and_used_by_new_requests(
     assert (at_start, with_bucket) == ((None, {True}) if version == "0.26.0" else (True, {None}))
 
 
-def test_a_server_sleeps_before_the_update_and_wakes_before_weights_arrive(fake: FakeVLLM, tmp_path: Path) -> None:
-    engine = engine_of(fake, tmp_path, sleeps=True)
-
-    async def play() -> None:
-        await ask(engine, 1, "a")
-        await engine.sleep()
-        with pytest.raises(RolloutError, match="incomplete weights: it slept"):
-            await ask(engine, 1, "a")
-        await engine.load_weights(tiny("llama_tied").named_parameters(), 1)
-        await ask(engine, 1, "a")
-
-    run(engine, play)
-    assert [call for call in fake.calls if call != "/update_weights"] == ["/sleep", "/wake_up", *START, *END]
-    assert fake.levels == ["2"]
-
-
-def test_a_server_that_dies_between_updates_ends_the_run_with_the_way_out(fake: FakeVLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("refused", ["", "/update_weights"], ids=["between updates", "while it reads"])
+def test_a_server_that_dies_ends_the_run_with_the_way_out(fake: FakeVLLM, tmp_path: Path, refused: str) -> None:
     engine = engine_of(fake, tmp_path)
 
     async def play() -> None:
-        fake.healthy, fake.drop = False, lambda path: True
+        fake.healthy, fake.drop = False, lambda path: path.endswith(refused)
         with pytest.raises(RolloutError, match=r"no vLLM server is left.*With engine\.transfer=file, servers are rest"):
+            await engine.load_weights(tiny("llama_tied").named_parameters(), 1)
+        with pytest.raises(RolloutError):
             await ask(engine, 1, "a")
-        with pytest.raises(RolloutError, match="no vLLM server is left"):
-            await engine.load_weights(tiny("llama_tied").named_parameters(), 1)
-
-    run(engine, play)
-
-
-def test_a_server_that_dies_while_it_reads_ends_the_run(fake: FakeVLLM, tmp_path: Path) -> None:
-    engine = engine_of(fake, tmp_path)
-
-    async def play() -> None:
-        fake.healthy, fake.drop = False, lambda path: path == "/update_weights"
-        with pytest.raises(RolloutError, match="no vLLM server is left"):
-            await engine.load_weights(tiny("llama_tied").named_parameters(), 1)
 
     run(engine, play)
 
@@ -181,21 +155,6 @@ def test_a_server_that_restarts_while_the_others_sleep_sleeps_too(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("transfer", "servers", "learner", "expected"),
-    [
-        ("file", [[0]], 0, False),
-        ("file", [()], None, False),  # on a CPU
-        ("file", [], 0, False),  # running servers, named by their addresses
-        ("ipc", [[3]], 3, True),
-    ],
-)
-def test_memory_is_shared_if_asked(
-    transfer: str, servers: list[list[int]], learner: int | None, expected: bool
-) -> None:
-    assert uses_ipc(transfer, servers, learner) is expected
-
-
-@pytest.mark.parametrize(
     ("servers", "learner", "message"),
     [
         ([[1]], 0, r"the learner's is 0 and the servers' are \[\[1\]\]"),
@@ -207,6 +166,8 @@ def test_memory_is_shared_if_asked(
 def test_ipc_needs_one_server_on_the_learners_gpu(servers: list[list[int]], learner: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         uses_ipc("ipc", servers, learner)
+    assert uses_ipc("ipc", [[3]], 3)
+    assert not uses_ipc("file", servers, learner)
 
 
 @pytest.mark.parametrize(

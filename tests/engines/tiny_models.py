@@ -24,20 +24,15 @@ SHAPE: dict[str, Any] = {
 }
 WINDOWED = {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
-BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> configuration class, its settings
     "llama": ("LlamaConfig", SHAPE),
     "llama_tied": ("LlamaConfig", SHAPE | {"tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", SHAPE),
     "qwen3": ("Qwen3Config", SHAPE | {"head_dim": 16}),
     "mistral_windowed": ("MistralConfig", SHAPE | {"sliding_window": 6}),
     "gemma3": ("Gemma3TextConfig", SHAPE | WINDOWED),
-    "granite_scaled_logits": ("GraniteConfig", SHAPE | {"logits_scaling": 3.0}),
     "gpt2": ("GPT2Config", GPT2),
     "gemma2_soft_capped": ("Gemma2Config", SHAPE | {"head_dim": 16}),
-    "bloom_alibi": ("BloomConfig", BLOOM),
-    "llama4_chunked": ("Llama4TextConfig", SHAPE),
 }
 
 

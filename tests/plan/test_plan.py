@@ -28,7 +28,7 @@ from agent_r1.plan import layouts
 from agent_r1.plan.formulas import (
     GIB,
     Batch,
-    Kept,
+    Method,
     activation_bytes,
     between,
     bytes_per_token,
@@ -39,7 +39,7 @@ from agent_r1.plan.formulas import (
     prefill_seconds,
     update_seconds,
 )
-from agent_r1.plan.layouts import MLP_CHUNK, Load, Method, estimate, fixed_memory, methods
+from agent_r1.plan.layouts import MLP_CHUNK, Load, estimate, fixed_memory, methods
 from agent_r1.plan.shapes import MEASURED, SHAPES, Shape, find_shape, read_shape
 from benchmarks.speed.sizes import savings
 from tests.learn.builders import learner_for
@@ -47,6 +47,7 @@ from tests.learn.builders import learner_for
 PACK = 32_768  # tokens of a pack in bench_sizes
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = gpu_of("h200")
+PLAIN = Method(name="plain")
 ONE_STEP = Load(  # of bench_step.nvidia-h200.json
     episodes=512,
     group_size=8,
@@ -114,8 +115,7 @@ def test_updates_of_one_gpu_are_estimated_within_a_fifth() -> None:
     found: dict[str, float] = {}
 
     def compare(name: str, shape: str, batch: Batch, measured: float, **method: Any) -> None:
-        settings = {"adapter_rank": None, "checkpointing": False} | method
-        found[name] = update_seconds(SHAPES[shape], H200, batch, **settings) / measured
+        found[name] = update_seconds(SHAPES[shape], H200, batch, replace(PLAIN, **method)) / measured
 
     for row in rows_of("learner", group="packed"):
         lengths = packed_lengths(row)
@@ -149,25 +149,26 @@ def test_updates_of_one_gpu_are_estimated_within_a_fifth() -> None:
 def test_memory_of_updates_is_estimated_within_a_tenth() -> None:
     measured = 0
     for row in rows_of("learner", group="packed"):
-        within(peak_gib("135m", sum(packed_lengths(row)), Kept(), packs=1), row.figures["peak_gib"], 0.1)
-    within(peak_gib("1.5b", 32_768, Kept(), packs=1), rows_of("shapes", group="learner")[0].figures["peak_gib"], 0.1)
+        within(peak_gib("135m", sum(packed_lengths(row)), PLAIN, packs=1), row.figures["peak_gib"], 0.1)
+    within(peak_gib("1.5b", 32_768, PLAIN, packs=1), rows_of("shapes", group="learner")[0].figures["peak_gib"], 0.1)
     for row in sizes_rows():
         way = {each.name: each for each in savings(MLP_CHUNK)}[row.settings["saving"]]
         method = replace(way, adapter_rank=16 if row.settings["adapters"] else None)
         packs = row.settings["tokens"] // PACK
-        got = peak_gib(row.group, PACK, method.kept(shared_base=True), packs=packs, method=method)
+        got = peak_gib(row.group, PACK, method, packs=packs)
         within(got, row.figures["peak_gib"], 0.1)
         measured += 1
     assert measured >= 8
 
 
-def peak_gib(shape: str, tokens: int, kept: Kept, *, packs: int, method: Method | None = None) -> float:
+def peak_gib(shape: str, tokens: int, method: Method, *, packs: int) -> float:
     """Of a learner without an engine. In a step of one pack, the gradients of all weights are complete only when the
     activations of all layers are gone, so the peak is that of one or the other; more packs need both at once."""
-    counted = fixed_memory(SHAPES[shape], method or Method(name="plain"), ONE_STEP, gpus=1)
-    if not kept.adapters:
+    counted = fixed_memory(SHAPES[shape], method, ONE_STEP, gpus=1)
+    if method.adapter_rank is None:
         counted.pop("engine")  # below adapters, it is the base
-    gradients, activations = counted.pop("gradients"), activation_bytes(SHAPES[shape], tokens, kept)
+    gradients = counted.pop("gradients")
+    activations = activation_bytes(SHAPES[shape], tokens, method, shared_base=True)
     beside = max(gradients, activations) if packs == 1 else gradients + activations
     return (sum(counted.values()) + beside) / GIB
 
@@ -204,12 +205,12 @@ def test_tool_episodes_are_collected_within_a_fifth_of_the_estimate() -> None:
             at_once=given["at_once"],
             tool_seconds=given["tool_seconds"],
         )
-        within(estimate(SHAPES["135m"], H200, load, Method(name="plain"), gpus=1).collect, row.figures["seconds"])
+        within(estimate(SHAPES["135m"], H200, load, PLAIN, gpus=1).collect, row.figures["seconds"])
 
 
 def test_a_whole_step_that_no_constant_was_fitted_to_is_estimated_within_a_fifth() -> None:
     (row,) = rows_of("step", group="step")
-    got = estimate(SHAPES["135m"], H200, ONE_STEP, Method(name="plain"), gpus=1)
+    got = estimate(SHAPES["135m"], H200, ONE_STEP, PLAIN, gpus=1)
     within(got.collect, row.figures["collect_seconds"])
     within(got.update, row.figures["update_seconds"])
     within(got.step, row.figures["seconds"])
@@ -257,18 +258,21 @@ def test_chunks_save_the_wide_part_of_what_a_pack_needs_by_hand() -> None:
     # 2 layers; kept per token and layer: 12 x 64 + 4 x 64 + 4 x 32 + 6 x 128 = 1,920 bytes, of which the MLP has 768.
     # While the backward pass is in an MLP: 2 x 128 = 256 bytes a token, or 8 x 128 = 1,024 with adapters.
     shape = Shape("s", 2, 64, 128, 4, 2, 16, 512, True)
-    factor, both = MEASURED["activation_factor"]["value"], Kept(checkpointing=True)
+    factor, both = MEASURED["activation_factor"]["value"], replace(PLAIN, checkpointing=True)
     cut = replace(both, mlp_chunk=100)
-    assert bytes_per_token(shape, Kept()) == pytest.approx(2 * 1920 * factor + 256)
-    assert bytes_per_token(shape, Kept(mlp_chunk=100)) == pytest.approx(2 * 1152 * factor)
-    assert bytes_per_token(shape, both) == pytest.approx(4 * 2 * 64 + 1920 * factor + 256)
-    assert bytes_per_token(shape, cut) == pytest.approx(4 * 2 * 64 + 1152 * factor)
+
+    def of_token(method: Method) -> float:
+        return bytes_per_token(shape, method, shared_base=True)
+
+    assert of_token(PLAIN) == pytest.approx(2 * 1920 * factor + 256)
+    assert of_token(replace(PLAIN, mlp_chunk=100)) == pytest.approx(2 * 1152 * factor)
+    assert of_token(both) == pytest.approx(4 * 2 * 64 + 1920 * factor + 256)
+    assert of_token(cut) == pytest.approx(4 * 2 * 64 + 1152 * factor)
     # A base in bf16 passes bf16 on from layer to layer.
-    adapters = replace(both, adapters=True, shared_base=True)
-    assert bytes_per_token(shape, adapters) == pytest.approx(2 * 2 * 64 + 1920 * factor + 1024)
+    assert of_token(replace(both, adapter_rank=4)) == pytest.approx(2 * 2 * 64 + 1920 * factor + 1024)
     # 1,000 tokens in chunks of 100: the MLP of one layer for 100 tokens is added.
-    saved = activation_bytes(shape, 1000, both) - activation_bytes(shape, 1000, cut)
-    assert saved == pytest.approx((768 * factor + 256) * (1000 - 100))
+    whole, chunked = (activation_bytes(shape, 1000, each, shared_base=True) for each in (both, cut))
+    assert whole - chunked == pytest.approx((768 * factor + 256) * (1000 - 100))
 
 
 def test_the_work_of_an_update_by_hand() -> None:
@@ -284,13 +288,13 @@ def test_the_work_of_an_update_by_hand() -> None:
     # Backward twice that, the head once more; AdamW moves 28 bytes for each of 69,632 weights.
     whole = 2 * (3 * 3 * 36_864 + 4 * 2 * 32_768) / products + 3 * 4 * 64 * 6 / attention
     whole += (moved + 28 * 69_632) / value["copy_bytes"]
-    assert update_seconds(shape, H200, batch, adapter_rank=None, checkpointing=False) == pytest.approx(whole)
+    assert update_seconds(shape, H200, batch, PLAIN) == pytest.approx(whole)
     # Checkpointing: one more forward pass of the layers. Frozen weights: no gradient of their own, attention as before.
     again = 2 * 3 * 36_864 / products + 4 * 64 * 6 / attention + value["learner_moves"] * 1920 / value["copy_bytes"]
-    assert update_seconds(shape, H200, batch, adapter_rank=None, checkpointing=True) == pytest.approx(whole + again)
+    assert update_seconds(shape, H200, batch, replace(PLAIN, checkpointing=True)) == pytest.approx(whole + again)
     frozen = whole - 2 * (3 * 36_864 + 2 * 32_768) / products
     frozen -= 28 * (69_632 - shape.trained_parameters(4)) / value["copy_bytes"]
-    assert update_seconds(shape, H200, batch, adapter_rank=4, checkpointing=False) == pytest.approx(frozen)
+    assert update_seconds(shape, H200, batch, replace(PLAIN, adapter_rank=4)) == pytest.approx(frozen)
 
 
 def test_a_group_computes_its_prompt_once() -> None:
@@ -298,8 +302,8 @@ def test_a_group_computes_its_prompt_once() -> None:
     both = batch_of([5, 5], 4, shared=3, attempts=2)
     assert (both.tokens, both.pairs) == (7, 24)
     load = replace(ONE_STEP, episodes=2, group_size=2, prompt_tokens=3, response_tokens=2, episode_tokens=5)
-    got = layouts._update_seconds(SHAPES["8b"], H200, load, Method(name=""))
-    assert got == pytest.approx(update_seconds(SHAPES["8b"], H200, both, adapter_rank=None, checkpointing=False))
+    got = layouts._update_seconds(SHAPES["8b"], H200, load, PLAIN)
+    assert got == pytest.approx(update_seconds(SHAPES["8b"], H200, both, PLAIN))
 
 
 def test_more_gpus_take_less_memory_and_time_and_adapters_less_than_all_weights() -> None:

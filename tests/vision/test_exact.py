@@ -20,7 +20,6 @@ from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Message, Observation, Step, StopReason, Trajectory
 from agent_r1.vision.eyes import Eyes, Sight
-from agent_r1.vision.picture_format import IDEFICS
 from agent_r1.vision.pictures import Picture, by_key, without_repeats
 from tests.engines.engine_sides import both
 from tests.vision.tiny_models import KINDS, make_model, make_tokenizer, own_logits, picture
@@ -65,17 +64,6 @@ def test_the_tower_apart_and_the_decoder_over_embeddings_are_the_model(kind: str
         hidden = Eyes(model, form).hidden(torch.tensor(ids), positions, Sight.of(ids_N, known, form))
         got = model.get_output_embeddings()(hidden)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in IDEFICS])
-def test_positions_are_those_of_the_model(kind: str) -> None:
-    ids, shown = render(kind, CONVERSATIONS["several messages"])
-    model, form = make_model(kind, make_tokenizer(kind))
-    grid = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in map(form.shape, shown)])
-    seen = torch.tensor([[token < 0 for token in ids]])
-    given = torch.tensor([ids]).masked_fill(seen, model.config.image_token_id)
-    theirs, _ = model.model.get_rope_index(given, seen.int(), image_grid_thw=grid)
-    assert theirs[:, 0].tolist() == form.positions(np.array(ids), by_key(shown)).tolist()
 
 
 def trajectories(kind: str) -> list[Trajectory]:

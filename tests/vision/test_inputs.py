@@ -63,18 +63,15 @@ def test_every_spelling_of_a_part_is_the_same_picture(file: Path) -> None:
         {"type": "image", "base64": base64.b64encode(PNG).decode()},
         {"type": "image", "image": PNG, "text": None, "image_url": None},  # as a table fills in what others have
     ]
-    seen = pictures_of(Observation(messages=[{"role": "user", "content": parts}]).messages or [])
+    words = {"type": "text", "text": "a", "image": None}  # of such a table, too
+    messages = Observation(messages=[{"role": "user", "content": [*parts, words]}]).messages or []
+    assert messages[0]["content"][-1] == {"type": "text", "text": "a"}
+    seen = pictures_of(messages)
     assert len(seen) == len(parts)
     assert set(seen) == {Picture.from_bytes(PNG)}
     pixels = [as_picture(given) for given in (Image.fromarray(PIXELS), PIXELS, Image.open(file))]
     assert {each.name for each in pixels} == {Picture.from_pixels(PIXELS).name}
     assert all((each.pixels == PIXELS).all() for each in (*seen, *pixels))
-
-
-def test_a_text_part_of_a_table_has_no_picture() -> None:
-    part = {"type": "text", "text": "a", "image": None}
-    messages = Observation(messages=[{"role": "user", "content": [part]}]).messages
-    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 
 
 def test_relative_paths_start_in_the_folder_of_the_rows_or_where_the_program_was_started(
@@ -137,7 +134,9 @@ def test_parts_without_a_picture_take_those_of_the_column(as_array: bool) -> Non
     assert len(pictures_of([{"content": parts}])) == 2
 
 
-def test_json_lines_have_paths_relative_to_the_file(file: Path, tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_file_of_json_lines_and_to_the_recipe_of_a_function(
+    file: Path, tmp_path: Path
+) -> None:
     records = [
         {"prompt": PROMPT, "images": [file.name, URL]},
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": file.name}]}]},
@@ -147,13 +146,7 @@ def test_json_lines_have_paths_relative_to_the_file(file: Path, tmp_path: Path) 
     rows = load_rows("{split}.jsonl", split="train", beside=tmp_path)
     check_two(rows[0])
     assert [len(pictures_of(row.prompt)) for row in rows] == [2, 1, 0]
-
-
-def test_rows_of_a_function_have_paths_relative_to_the_recipe(file: Path, tmp_path: Path) -> None:
-    def rows(split: str) -> list[dict[str, Any]]:
-        return [{"prompt": "<image>", "images": [file.name]}]
-
-    [row] = load_rows(rows, split="train", beside=tmp_path)
+    [row] = load_rows(lambda split: [{"prompt": "<image>", "images": [file.name]}], split="train", beside=tmp_path)
     assert pictures_of(row.prompt) == [Picture.from_bytes(PNG)]
 
 

@@ -114,7 +114,9 @@ def test_a_run_continues_where_it_was_stopped(finished: Path, tmp_path: Path) ->
         assert metrics(run.path, "train")[-1][name] == metrics(finished, "train")[-1][name]
 
 
-def test_a_checkpoint_takes_pictures_as_its_run_did(finished: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_checkpoint_takes_pictures_as_its_run_did_and_its_card_says_how_to_load_it(
+    finished: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(MINI)
     assert cli("sft", MINI, "--run", tmp_path / "imitated", "sft.count=1").code == 0
     assert cli("export", finished, tmp_path / "exported").code == 0
@@ -124,12 +126,6 @@ def test_a_checkpoint_takes_pictures_as_its_run_did(finished: Path, tmp_path: Pa
         assert form is not None
         assert form.stored == PREPROCESSOR
         assert (form.mean, form.std) == ((0.4, 0.5, 0.6), (0.3, 0.2, 0.1))
-
-
-def test_the_card_of_an_exported_model_says_how_to_load_it(
-    finished: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cli("export", finished, tmp_path / "exported").code == 0
     card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     named: dict[str, Any] = {}

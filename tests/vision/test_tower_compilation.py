@@ -57,26 +57,19 @@ def difference(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> f
     return max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])  # idefics3 has the tower of smolvlm
 def test_a_compiled_tower_is_the_tower_for_any_number_of_pictures(kind: str, kernels: PlainKernels) -> None:
     plain, compiled = (Eyes(*make_model(kind, make_tokenizer(kind))) for _ in range(2))
     compiled.compile(torch.float32)
     graphs = []
-    for count in (2, 3, 1, 5, 4):
+    for count in (2, 1, 5):
+        kernels.forwards.clear()
         assert difference(features(compiled, PICTURES[:count]), features(plain, PICTURES[:count])) < 1e-5
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[-1] == graphs[2]  # torch compiles for one picture and for several
-    assert bool(kernels.forwards) == (kind in AT_ONCE)
-
-
-@pytest.mark.parametrize("kind", AT_ONCE)
-def test_a_layer_attends_to_all_pictures_in_one_call(kind: str, kernels: PlainKernels) -> None:
-    eyes = Eyes(*make_model(kind, make_tokenizer(kind)))
-    eyes.compile(torch.float32)
-    with torch.no_grad():
-        eyes.features(PICTURES)
-    assert len(kernels.forwards) == len(compiling.repeated_layers(eyes.tower[0]))
-    assert all(call["window_size_right"] is None for call in kernels.forwards)  # patches see later ones too
+        # A layer attends to all pictures in one call, and patches see later ones too.
+        assert len(kernels.forwards) == (len(compiling.repeated_layers(compiled.tower[0])) if kind in AT_ONCE else 0)
+        assert all(call["window_size_right"] is None for call in kernels.forwards)
+    assert graphs[-1] == graphs[1]  # torch compiles for one picture and for several
 
 
 @pytest.mark.parametrize("kind", AT_ONCE)

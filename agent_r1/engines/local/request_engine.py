@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.compute.attention import position_limit
-from agent_r1.engines.base import Completion, OnTokens, Prompt, Sampling
+from agent_r1.engines.base import Completion, OnTokens, Prompt, Sampling, check_fits
 from agent_r1.engines.local.request import Request
 from agent_r1.engines.local.sampling import as_support, uniform_stream
 from agent_r1.errors import DataError, RolloutError
@@ -36,10 +36,7 @@ Result = TypeVar("Result")
 class RequestQueue(Protocol):
     """Requests that wait or run, and what is cached for them."""
 
-    @property
-    def capacity(self) -> int:
-        """The longest request that fits, response included."""
-        ...
+    capacity: int  # tokens of the longest request that fits, response included
 
     def submit(self, request: Request) -> None: ...
 
@@ -293,10 +290,5 @@ class RequestEngine(ABC):
         if most is not None and len(sampling.stop_ids) > most:
             raise DataError(f"a request has {len(sampling.stop_ids)} stop ids; on a GPU the engine allows {most}")
         limits = {"max_cached_tokens": self._queue.capacity, "the model's context": self._max_positions}
-        for name, limit in limits.items():
-            if len(ids) + sampling.max_tokens > limit:
-                raise DataError(
-                    f"a prompt of {len(ids)} tokens and a response of up to {sampling.max_tokens} do not fit into "
-                    f"{name} ({limit}). Shorten the prompt or lower max_tokens."
-                )
+        check_fits(prompt, sampling, limits)
         return extends

@@ -52,6 +52,7 @@ class Scheduler:
             must be known before the next one is planned.
         """
         self.stats = EngineStats()
+        self.capacity = num_blocks * block_size  # tokens of the longest request that fits, response included
         self._pool = BlockPool(num_blocks)
         self._block_size = block_size
         self._max_running = max_running
@@ -69,11 +70,6 @@ class Scheduler:
     @property
     def free_blocks(self) -> int:
         return self._pool.num_blank
-
-    @property
-    def capacity(self) -> int:
-        """The longest request that fits, response included."""
-        return self._pool.num_blocks * self._block_size
 
     def submit(self, request: Request) -> None:
         self._waiting.append(request)

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import httpx
 
-from agent_r1.engines.base import Prompt, Sampling
+from agent_r1.engines.base import Prompt, Sampling, check_fits
 from agent_r1.engines.vllm.answers import GENERATE, TIES
 from agent_r1.engines.vllm.server_process import NEW, OLD, ServerProcess, read_version
 from agent_r1.errors import ConfigError, DataError, RolloutError
@@ -56,17 +56,13 @@ class Wanted:
 
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
         """Refuse a request that no server could answer. An id outside the vocabulary would end vLLM."""
-        ids, size, longest = prompt.ids, self.vocabulary_size, self.max_context_tokens
+        ids, size = prompt.ids, self.vocabulary_size
         if prompt.media:
             raise DataError(f"the prompt has {len(prompt.media)} images or other media; VLLMEngine takes only text")
         if not ids or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= size:
             bad = next((token for token in ids if type(token) is not int or not 0 <= token < size), None)
             raise DataError(f"the prompt contains {bad!r}; it must be one or more integers from 0 to {size - 1}")
-        if len(ids) + sampling.max_tokens > longest:
-            raise DataError(
-                f"a prompt of {len(ids)} tokens and a response of up to {sampling.max_tokens} do not fit into "
-                f"rollout.max_context_tokens ({longest}). Shorten the prompt or lower max_tokens."
-            )
+        check_fits(prompt, sampling, {"rollout.max_context_tokens": self.max_context_tokens})
         if sampling.keep_support and sampling.top_k > self.top_k:
             raise DataError(f"keep_support with top_k={sampling.top_k}: the servers return {self.top_k} ids")
 

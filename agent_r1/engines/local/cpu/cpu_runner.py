@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.engines.local.attention_interface import running
-from agent_r1.engines.local.cpu.cpu_attention import CpuStep
-from agent_r1.engines.local.cpu.cpu_cache import CpuCache
+from agent_r1.engines.local.cpu.cpu_attention import CpuCache, CpuStep
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
 from agent_r1.engines.local.prompt_pictures import positions_of, sight_of
 from agent_r1.engines.local.request import Chunk, Draw, ReadDraws
@@ -50,22 +50,16 @@ class CpuRunner(ModelRunner):
 
     def _logits(self, chunks: Sequence[Chunk], cache: CpuCache) -> Tensor:
         """Logits after the last token of each sampling chunk, repeated for each of its requests, [B, V]."""
-        ids: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        draws: list[int] = []
-        for chunk in chunks:
-            ids += chunk.ids
-            positions += range(chunk.start, chunk.end)
-            if chunk.count:
-                draws += [len(last)] * (1 + len(chunk.twins))
-                last.append(len(ids) - 1)
-        keep = torch.tensor(last, dtype=torch.int64)
+        ids = torch.tensor([token for chunk in chunks for token in chunk.ids])
+        last = np.cumsum([chunk.length for chunk in chunks]) - 1
+        keep = torch.from_numpy(last[[chunk.count > 0 for chunk in chunks]])
         with running(CpuStep(chunks, cache)):
             if self.eyes is None:
-                logits = self.forward(torch.tensor(ids), torch.tensor(positions), keep)
+                positions = torch.tensor([place for chunk in chunks for place in range(chunk.start, chunk.end)])
+                logits = self.forward(ids, positions, keep)
             else:
                 form = self.eyes.form
-                places = torch.from_numpy(positions_of(chunks, form))
-                logits = self.forward(torch.tensor(ids), places, keep, sight_of(chunks, form))
-        return logits if len(draws) == len(last) else logits[torch.tensor(draws)]
+                logits = self.forward(ids, torch.from_numpy(positions_of(chunks, form)), keep, sight_of(chunks, form))
+        sampling = [chunk for chunk in chunks if chunk.count]
+        rows = [row for row, chunk in enumerate(sampling) for _ in chunk.draws]
+        return logits if len(rows) == len(sampling) else logits[torch.tensor(rows)]
