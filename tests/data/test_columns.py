@@ -54,14 +54,6 @@ def test_columns_in_the_text_of_an_answer_are_not_kept_beside_it(recipe: Path, a
     assert row.extra_info["question"] == "1 + 1?"
 
 
-def test_a_dataset_is_mapped_like_a_file(recipe: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="pip install 'agent-r1[datasets]'")
-    datasets.Dataset.from_list(RECORDS).to_parquet(str(recipe / "hub" / "train.parquet"))
-    columns = {"prompt": "question", "answer": "final.text.0"}
-    rows = load_rows(f"hf:{recipe / 'hub'}", split="train", columns=columns)
-    assert [(row.prompt[0]["content"], row.ground_truth) for row in rows] == [("1 + 1?", "2"), ("2 + 2?", "4")]
-
-
 @pytest.mark.parametrize(
     ("column", "named"),
     [

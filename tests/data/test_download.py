@@ -107,7 +107,7 @@ def test_a_long_download_says_how_far_it_is(server: Server, tmp_path: Path) -> N
     [
         ("/missing", "cannot fetch http.*/missing .*404"),
         ("/cut", "cannot fetch http.*/cut .*RemoteProtocolError"),
-        ("/unmeasured", f"/unmeasured has sha256 .* {RIGHT}"),
+        ("/unmeasured", f"/unmeasured has sha256 [0-9a-f]{{64}}, .*{RIGHT}"),
     ],
 )
 def test_what_did_not_arrive_whole_leaves_nothing_behind(
@@ -115,12 +115,6 @@ def test_what_did_not_arrive_whole_leaves_nothing_behind(
 ) -> None:
     with pytest.raises(DataError, match=message):
         fetch(url(server, path), tmp_path / "file", sha256=RIGHT, report=silent)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_hash_is_refused_with_both_hashes(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"{RIGHT}, .*{'0' * 64}"):
-        fetch(url(server, "/good"), tmp_path / "file", sha256="0" * 64, report=silent)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,7 +144,8 @@ def test_data_are_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert data_dir("mine") == tmp_path / "elsewhere" / "agent-r1" / "data" / "mine"
     monkeypatch.setenv("AGENT_R1_DATA", "~/data")  # wins over both
-    assert data_dir("mine") == tmp_path / "data" / "mine"
+    assert data_dir("mine") == data_folder("mine", None) == tmp_path / "data" / "mine"
+    assert data_folder("mine", "~/copy") == tmp_path / "copy"
 
 
 def test_data_and_made_models_lie_under_the_same_cache_however_it_is_written(
@@ -164,11 +159,3 @@ def test_data_and_made_models_lie_under_the_same_cache_however_it_is_written(
     assert data_dir("mine") == cache_root() / "data" / "mine"
     monkeypatch.setenv("AGENT_R1_CACHE", "~/models")  # moves what is made, not what was fetched
     assert (cache_root(), data_dir("mine").parents[2]) == (tmp_path / "models", tmp_path / "elsewhere")
-
-
-def test_a_copy_that_the_user_has_takes_the_place_of_what_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert data_folder("mine", None) == data_dir("mine")
-    assert data_folder("mine", "~/copy") == tmp_path / "copy"

@@ -6,18 +6,14 @@ import datetime
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_r1.data.panels import panel_hash
-from agent_r1.data.rows import load_rows
 from agent_r1.errors import DataError
 from agent_r1.types import TaskRow
 
@@ -75,17 +71,6 @@ def test_rows_read_back_from_a_file_are_the_same_panel(env_kwargs: dict[str, Any
     read = json.loads(json.dumps({"env_kwargs": dict(reversed(env_kwargs.items())), "truth": truth}))
     again = replace(ROW, env_kwargs=read["env_kwargs"], reward_model={"ground_truth": read["truth"]})
     assert panel_hash([again]) == panel_hash([row])
-
-
-def test_parquet_and_json_lines_of_the_same_rows_are_the_same_panel(tmp_path: Path) -> None:
-    records = [
-        {"prompt": [{"role": "user", "content": f"{i}?"}], "row_id": f"r{i}", "reward_model": {"ground_truth": [i]}}
-        for i in range(3)
-    ]
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "test.parquet")
-    read = [load_rows(str(tmp_path / name), split="test") for name in ("test.jsonl", "test.parquet")]
-    assert panel_hash(read[0]) == panel_hash(read[1])
 
 
 def test_values_that_json_lacks_have_a_fixed_form_of_their_own() -> None:

@@ -132,16 +132,11 @@ def test_cancelling_the_caller_cancels_the_code_and_waits_for_its_cleanup() -> N
     assert cleaned == ["yes"]
 
 
-class AsyncCallable:
-    async def __call__(self, x: int) -> int:
-        return 2 * x
-
-
 def test_sync_async_and_callable_objects_are_called_alike() -> None:
     async def double(x: int) -> int:
         return 2 * x
 
-    for function in (lambda x: 2 * x, double, AsyncCallable(), lambda x: double(x)):
+    for function in (lambda x: 2 * x, double, lambda x: double(x)):
         assert asyncio.run(call(function, 3)) == 6
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from agent_r1 import guard
-from agent_r1.engines.base import Completion, Prompt, Sampling
 from agent_r1.engines.scripted import ScriptedEngine
 from agent_r1.envs.base import AgentEnv
 from agent_r1.errors import ConfigError, RolloutError
@@ -82,23 +80,6 @@ def test_an_episode_is_recorded_id_by_id() -> None:
     assert engine.released == [trajectory.trajectory_id]
 
 
-def test_the_env_never_sees_the_ground_truth_unless_it_says_so() -> None:
-    seen: list[Any] = []
-
-    class Plain(Echo):
-        async def reset(self, row: TaskRow) -> Observation:
-            seen.append(row.ground_truth)
-            return await super().reset(row)
-
-    class Judge(Plain):
-        sees_ground_truth = True
-
-    task = row(reward_model={"ground_truth": 42})
-    for env in (Plain, Judge):
-        play(collector(["stop"], make_env=lambda _, env=env: env()), task)  # type: ignore[misc]
-    assert seen == [None, 42]
-
-
 async def raises(_: Action) -> Any:
     raise RuntimeError("env bug")
 
@@ -113,10 +94,6 @@ async def hangs_stubbornly(_: Action) -> Any:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
             continue
-
-
-async def garbage(_: Action) -> Any:
-    return {"reward": 1}
 
 
 async def not_a_number(_: Action) -> Any:
@@ -179,7 +156,6 @@ async def bottomless(_: Action) -> Any:
         (raises, StopReason.ERROR, "RuntimeError: env bug"),
         (hangs, StopReason.TIMEOUT, "not finished after 0.2 s"),
         (hangs_stubbornly, StopReason.TIMEOUT, "not finished after 0.2 s"),
-        (garbage, StopReason.ERROR, "returned dict {'reward': 1} instead of Transition"),
         (not_a_number, StopReason.ERROR, "Transition.reward must be a finite number"),
         (gigabyte, StopReason.MAX_TOKENS, None),
         (exits, StopReason.ERROR, "SystemExit: 3"),
@@ -240,14 +216,6 @@ def test_an_env_that_cannot_be_made_fails_its_own_episode() -> None:
     assert good.stop is StopReason.ANSWERED
     line = make_env.__code__.co_firstlineno + 2
     assert bad.error == f"ConfigError: tool 'look_up' takes no 'tabel' from the row (test_collect.py:{line})"
-
-
-def test_a_first_prompt_that_does_not_fit_is_a_failure_that_says_so() -> None:
-    [trajectory] = play(collector(["x"], make_env=echo, max_context_tokens=10))
-    assert trajectory.stop is StopReason.ERROR
-    assert re.search(
-        r"nothing was sampled: the prompt has \d+ tokens, max_context_tokens is 10", trajectory.error or ""
-    )
 
 
 def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,16 +314,6 @@ def test_closing_a_stream_early_ends_the_episodes_that_still_run() -> None:
     assert len(engine.released) == 2
 
 
-def test_an_env_that_cannot_be_closed_keeps_its_outcome() -> None:
-    class Sticky(Echo):
-        async def close(self) -> None:
-            raise OSError("still in use")
-
-    [trajectory] = play(collector(["stop"], make_env=lambda _: Sticky()))
-    assert trajectory.stop is StopReason.ANSWERED
-    assert trajectory.error is None
-
-
 def test_numbers_and_texts_of_an_env_are_made_plain() -> None:
     async def odd(_: Action) -> Any:
         return Transition(terminated=True, reward=np.float32(0.5), feedback="half \ud800", info={1: (2, 3)})  # type: ignore[arg-type, dict-item]
@@ -364,34 +322,6 @@ def test_numbers_and_texts_of_an_env_are_made_plain() -> None:
     [step] = trajectory.steps
     assert type(step.reward) is float
     assert (step.reward, step.feedback, step.info) == (0.5, "half ?", {"1": [2, 3]})
-
-
-def test_two_calls_at_once_in_one_episode_are_refused() -> None:
-    class Hasty(AgentFlowBase):
-        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
-            await asyncio.gather(*(episode.act(Observation(messages=row.prompt)) for _ in range(2)))
-            return StopReason.ANSWERED
-
-    engine = ScriptedEngine(lambda call: "x", tokenizer=tokenizer(), delay=0.01)
-    [trajectory] = play(collector(engine, make_flow=lambda _: Hasty(lambda _: Echo())))
-    assert "episode.act was called while another call runs" in (trajectory.error or "")
-
-
-def test_two_conversations_that_take_turns_both_extend_their_own_ids() -> None:
-    class Duet(AgentFlowBase):
-        async def run(self, row: TaskRow, episode: Episode) -> StopReason:
-            talks = [[{"role": "user", "content": name}] for name in ("ada", "bob")]
-            for index in (0, 1, 0, 1):
-                said = await episode.act(Observation(messages=talks[index]))
-                more = [{"role": "assistant", "content": said.text}, {"role": "user", "content": "more"}]
-                talks[index] = talks[index] + more
-            return StopReason.ANSWERED
-
-    [trajectory] = play(collector(["a", "b", "c", "d"], make_flow=lambda _: Duet(lambda _: Echo())))
-    first, second, third, fourth = trajectory.steps
-    for before, after in ((first, third), (second, fourth)):
-        seen = before.prompt_ids + before.response_ids
-        assert after.prompt_ids[: len(seen)] == seen
 
 
 def test_no_episode_waits_for_the_turns_of_another() -> None:
@@ -427,17 +357,6 @@ def test_attempts_of_a_group_draw_different_noise_and_the_same_batch_draws_it_ag
     assert len(set(seeds(1))) == 12  # 2 rows x 3 attempts x 2 steps
     assert seeds(1) == seeds(1)
     assert not set(seeds(1)) & set(seeds(2))
-
-
-def test_groups_come_back_in_row_order() -> None:
-    class Jumbled(ScriptedEngine):
-        async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
-            await asyncio.sleep(0.02 if session.startswith("a") else 0)
-            return await super().generate(prompt, sampling, session=session)
-
-    engine = Jumbled(lambda call: "stop", tokenizer=tokenizer())
-    groups = asyncio.run(collector(engine, make_env=echo, group_size=2)([row("a"), row("b")], seed=0))
-    assert [(g.row.row_id, [t.row_id for t in g.trajectories]) for g in groups] == [("a", ["a"] * 2), ("b", ["b"] * 2)]
 
 
 def test_the_number_of_episodes_under_way_is_bounded() -> None:

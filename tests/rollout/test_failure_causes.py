@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from agent_r1.envs.tool_env import ToolEnv
 from agent_r1.rollout.collect import most_common_failure
-from agent_r1.runs.trajectories import trajectory_from_json, trajectory_to_json
 from agent_r1.tools.base import FunctionTool, ToolError, tool
 from agent_r1.types import Failure, StopReason, Trajectory
 from tests.chatml import collector
@@ -84,12 +83,3 @@ def test_failures_of_one_bug_count_together_whatever_their_messages() -> None:
     ]
     others = [replace(same[0], place="task.py:12"), replace(same[0], kind="IndexError"), replace(same[0], source="")]
     assert most_common_failure(failed(*others, *same)) == (same[0], 3)
-
-
-def test_an_old_record_without_a_failure_is_grouped_by_its_text() -> None:
-    records = [trajectory_to_json(each) for each in failed(*[Failure(kind="KeyError", message="KeyError: 'a'")] * 2)]
-    assert trajectory_from_json(records[0]).failure == Failure(kind="KeyError", message="KeyError: 'a'")
-    for record in records:
-        del record["failure"]
-    failure, count = most_common_failure([*map(trajectory_from_json, records), *failed(Failure(kind="b", message="b"))])
-    assert (str(failure), count) == ("KeyError: 'a'", 2)

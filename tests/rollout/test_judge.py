@@ -118,7 +118,7 @@ def test_a_server_that_nobody_started_is_named() -> None:
 
 def test_a_slow_attempt_is_given_up_and_the_next_may_be_in_time() -> None:
     with Server((0, "", {}), GOOD).running() as server:
-        assert score(judge(server, seconds_per_attempt=1.0))[0].outcome_reward == 0.7
+        assert score(judge(server, seconds_per_attempt=0.5))[0].outcome_reward == 0.7
         assert len(server.requests) >= 2
 
 

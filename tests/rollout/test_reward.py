@@ -104,9 +104,9 @@ def test_the_line_that_raised_is_told() -> None:
 
 
 def test_a_reward_that_hangs_is_left_behind() -> None:
-    good, failed = score(sleeps, trajectory("good"), trajectory("bad"), timeout=0.5)
+    good, failed = score(sleeps, trajectory("good"), trajectory("bad"), timeout=0.2)
     assert good.outcome_reward == 1.0
-    assert failed.error == "reward 'sleeps' did not return within 0.5 s"
+    assert failed.error == "reward 'sleeps' did not return within 0.2 s"
 
 
 def test_numbers_of_numpy_and_callable_objects_are_fine() -> None:

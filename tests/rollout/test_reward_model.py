@@ -112,20 +112,6 @@ def test_what_may_pass_is_tried_again(error: Exception) -> None:
     assert scorer.batches == [[1, 2]] * 3
 
 
-def test_an_attempt_that_hangs_is_given_up_and_tried_again() -> None:
-    cancelled = []
-
-    async def hang() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.append(True)
-
-    scorer = Recorder(lambda values, attempt: hang() if attempt == 1 else values)
-    assert [t.outcome_reward for t in score(batched(scorer, seconds_per_attempt=0.1), [5])] == [5]
-    assert cancelled == [True]
-
-
 def test_the_last_failure_is_told_to_the_episodes_of_its_batch_only() -> None:
     def bad_for_two(values: list[float], attempt: int) -> list[float]:
         if 2.0 in values:
@@ -149,16 +135,6 @@ def test_the_log_has_one_short_traceback_per_episode_of_a_failed_batch(caplog: p
     frames = {record.getMessage().count("File ") for record in caplog.records}
     assert len(caplog.records) == 32
     assert len(frames) == 1  # does not grow from one to the next
-
-
-def test_a_bug_is_not_tried_again() -> None:
-    def bug(values: list[float], attempt: int) -> list[float]:
-        raise KeyError("label")
-
-    scorer = Recorder(bug)
-    [failed] = score(batched(scorer), [1])
-    assert "KeyError: 'label'" in (failed.error or "")
-    assert len(scorer.batches) == 1
 
 
 @settings(deadline=None, max_examples=40)

@@ -82,7 +82,7 @@ def test_of_many_starts_in_one_folder_exactly_one_wins(tmp_path: Path) -> None:
 
     together = Barrier(starts)
     with ThreadPoolExecutor(starts) as threads:
-        for attempt in range(50):
+        for attempt in range(20):
             folder = tmp_path / str(attempt)
             ended = list(threads.map(partial(start, folder), range(starts)))
             (seed,) = (seed for seed, end in enumerate(ended) if isinstance(end, RunDir))

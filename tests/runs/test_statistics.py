@@ -111,7 +111,7 @@ def test_what_has_no_interval_is_refused(a: list[float], b: list[float]) -> None
         paired_difference(a, b)
 
 
-@pytest.mark.parametrize(("gain", "samples"), [(0.0, 1), (0.1, 1), (0.1, 4)])
+@pytest.mark.parametrize(("gain", "samples"), [(0.0, 1), (0.1, 4)])
 def test_the_interval_covers_the_truth_as_often_as_it_says(gain: float, samples: int) -> None:
     """Panels of 100 rows drawn anew. Success at a row is a coin with a bias of its own, `gain` higher for B."""
     rng, covered, panels = random.Random(7), 0, 2000

@@ -89,7 +89,7 @@ texts = st.one_of(st.text(), st.lists(st.sampled_from(PIECES) | st.text(max_size
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=texts)
 @example(text="")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_parsing_never_raises_and_spans_are_ordered(name: str, text: str) -> None:
     content, events = FORMATS[name].parse(text)
     at = 0
@@ -130,10 +130,10 @@ def test_text_with_the_mark_of_a_call_is_never_an_answer(name: str, mark: str, b
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("piece", ["</think>", "<think>", "<think></think>", "{", "[f(", "\n[f(a=1", '{"name": "f", '])
-def test_parsing_megabytes_takes_linear_time(name: str, piece: str) -> None:
-    # Quadratic time would be hours here. Each piece comes alone, and with what opens a call of the format.
+def test_parsing_long_texts_takes_linear_time(name: str, piece: str) -> None:
+    # Quadratic time would be an hour here. Each piece comes alone, and with what opens a call of the format.
     for mark in ("", *OPENINGS.get(name, ("<|channel|>", "to=functions.f"))[:1]):
-        FORMATS[name].parse((mark + piece) * (2**20 // len(mark + piece)))
+        FORMATS[name].parse((mark + piece) * (2**19 // len(mark + piece)))
 
 
 values = st.recursive(
