@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -153,28 +153,28 @@ class Notes(ContextPolicy):
         return f"You: {_cut(reply, for_reply)}\nThen: {_cut(results, for_results)}"
 
 
+@dataclass(kw_only=True)
 class Summary(ContextPolicy):
     """When the prompt outgrows `max_tokens`, the model writes a summary, which replaces all but the last exchanges and
     the previous summary. It is asked at most once per action, and only if something can be left out."""
 
-    def __init__(self, *, max_tokens: int, summary_tokens: int, keep_turns: int, instruction: str) -> None:
-        self._max_tokens = max_tokens
-        self._summary_tokens = summary_tokens
-        self._keep_turns = keep_turns
-        self._instruction = instruction
-        self._text = ""
-        self._covered: dict[int, Exchange] = {}  # the exchanges that the text replaces, by index
+    max_tokens: int
+    summary_tokens: int
+    keep_turns: int
+    instruction: str
+    _text = ""
+    _covered: dict[int, Exchange] = field(default_factory=dict, init=False)  # what the text replaces, by index
 
     async def prepare(self, messages: list[Message], writer: Writer) -> None:
         shown = (await self.show(messages)).messages
-        _, exchanges, old = self._split(messages, self._keep_turns)
-        if self._covered.keys() >= set(old) or writer.count_tokens(shown) <= self._max_tokens:
+        _, exchanges, old = self._split(messages, self.keep_turns)
+        if self._covered.keys() >= set(old) or writer.count_tokens(shown) <= self.max_tokens:
             return
-        text = await writer.write(append_text(shown, self._instruction), max_tokens=self._summary_tokens)
+        text = await writer.write(append_text(shown, self.instruction), max_tokens=self.summary_tokens)
         self._text, self._covered = strip_reasoning(text), {index: deepcopy(exchanges[index]) for index in old}
 
     async def show(self, messages: list[Message]) -> ContextView:
-        opening, exchanges, _ = self._split(messages, self._keep_turns)
+        opening, exchanges, _ = self._split(messages, self.keep_turns)
         if any(exchanges[index : index + 1] != [before] for index, before in self._covered.items()):
             self._text, self._covered = "", {}  # the env has rewritten what the summary covers
         if not self._covered:

@@ -35,34 +35,6 @@ class Side:
         return f"{self.letter} ({self.place})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """`after` against `before`, measure by measure."""
-
-    before: Side
-    after: Side
-    differences: dict[str, PairedDifference]
-
-    def verdict(self, measure: str) -> str:
-        result, first, second = self.differences[measure], self.before.letter, self.after.letter
-        if result.is_shown and result.difference < 0:
-            size = _format_interval(measure, -result.difference, -result.high, -result.low)
-            return f"{first} is better than {second}: {size}"
-        size = _format_interval(measure, result.difference, result.low, result.high)
-        if result.is_shown:
-            return f"{second} is better than {first}: {size}"
-        few = f"; only {result.won + result.lost} rows differ, at least {FEWEST_DIFFERING} are needed"
-        return f"no difference shown, {second} against {first}: {size}{few if result.too_few_differ else ''}"
-
-
-def _format_interval(measure: str, difference: float, low: float, high: float) -> str:
-    by = "points of success" if measure == "success" else f"of {measure}"
-    return (
-        f"{number(measure, difference, signed=True)} {by}, {PERCENT} interval "
-        f"{number(measure, low)} to {number(measure, high)}"
-    )
-
-
 def find_sides(places: Sequence[Path], *, step: str | None, name: str | None) -> list[Side]:
     """Find the evaluations to compare: files, or runs whose evaluations are chosen by `step` or `name`.
 
@@ -127,8 +99,8 @@ def _find_step(run: RunReader, which: str) -> tuple[str, EvalRecord]:
     return f"{run}, step {step}", record
 
 
-def compare(before: Side, after: Side) -> Comparison:
-    """Compare two evaluations. Raises ConfigError or DataError if they are not of the same rows."""
+def compare(before: Side, after: Side) -> dict[str, PairedDifference]:
+    """Compare two evaluations by measure. Raises ConfigError or DataError if they are not of the same rows."""
     a, b = before.record, after.record
     if a.subject.panel != b.subject.panel:
         raise ConfigError(
@@ -141,59 +113,61 @@ def compare(before: Side, after: Side) -> Comparison:
     if len(a.outcomes) < 2:
         raise ConfigError(f"{before} has a single row, which shows nothing: evaluate more (eval.rows)")
     common = [measure for measure in a.measures if measure in b.measures]
-    return Comparison(
-        before=before,
-        after=after,
-        differences={measure: paired_difference(a.column(measure), b.column(measure)) for measure in common},
-    )
+    return {measure: paired_difference(a.column(measure), b.column(measure)) for measure in common}
 
 
-def note(before: Side, after: Side) -> str:
-    """Say which recorded settings differ between two evaluations besides the policy; "" if none do."""
-    a, b = before.record.subject, after.record.subject
-    settings = [(name, a.setting(name), b.setting(name)) for name in {**a.settings, **b.settings}]
-    sampled = a.settings.get("temperature") or b.settings.get("temperature")
-    known = [("recipe", a.recipe, b.recipe), *settings, *([("seed", a.seed, b.seed)] if sampled else [])]
-    differ = [f"{name} {x} ({before.letter}), {y} ({after.letter})" for name, x, y in known if x != y]
-    return f"note: settings differ: {'; '.join(differ)}" if differ else ""
-
-
-def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -> list[Comparison]:
+def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -> None:
     """Compare every evaluation with the first and print the table and the verdicts."""
-    comparisons = [compare(sides[0], side) for side in sides[1:]]
-    for comparison in comparisons:
-        if measure not in comparison.differences:
-            raise ConfigError(f"there is no measure {measure!r}.{did_you_mean(measure, comparison.differences)}")
-    record = sides[0].record
+    first, record = sides[0], sides[0].record
+    table, notes, verdicts = [_HEADER], list[str](), list[str]()
+    for side in sides[1:]:
+        differences = compare(first, side)
+        if measure not in differences:
+            raise ConfigError(f"there is no measure {measure!r}.{did_you_mean(measure, differences)}")
+        table += [[f"{first.letter} -> {side.letter}", name, *_cells(name, each)] for name, each in differences.items()]
+        notes += _note(first, side)
+        verdicts.append(_verdict(measure, differences[measure], first.letter, side.letter))
     lines = [f"{side.letter}  {side.place}" for side in sides]
     lines += ["", f"panel {record.subject.panel}, {len(record.outcomes)} rows; {PERCENT} intervals, paired by row", ""]
-    lines += _align([_HEADER, *(line for comparison in comparisons for line in _table(comparison))])
-    for comparison in comparisons:
-        if remark := note(comparison.before, comparison.after):
-            lines += ["", remark]
-    lines += ["", *(comparison.verdict(measure) for comparison in comparisons)]
+    lines += [*_align(table), *notes, "", *verdicts]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-    return comparisons
 
 
 _HEADER = ["", "", "before", "after", "difference", "interval", "won", "lost", "tied"]
 
 
-def _table(comparison: Comparison) -> list[list[str]]:
-    which = f"{comparison.before.letter} -> {comparison.after.letter}"
+def _cells(measure: str, result: PairedDifference) -> list[str]:
     return [
-        [
-            which,
-            measure,
-            number(measure, result.mean_a),
-            number(measure, result.mean_b),
-            number(measure, result.difference, signed=True),
-            f"{number(measure, result.low, signed=True)} to {number(measure, result.high, signed=True)}",
-            *map(str, (result.won, result.lost, result.tied)),
-        ]
-        for measure, result in comparison.differences.items()
+        number(measure, result.mean_a),
+        number(measure, result.mean_b),
+        number(measure, result.difference, signed=True),
+        f"{number(measure, result.low, signed=True)} to {number(measure, result.high, signed=True)}",
+        *map(str, (result.won, result.lost, result.tied)),
     ]
+
+
+def _note(before: Side, after: Side) -> list[str]:
+    """Say which recorded settings differ between two evaluations besides the policy."""
+    a, b = before.record.subject, after.record.subject
+    settings = [(name, a.setting(name), b.setting(name)) for name in {**a.settings, **b.settings}]
+    sampled = a.settings.get("temperature") or b.settings.get("temperature")
+    known = [("recipe", a.recipe, b.recipe), *settings, *([("seed", a.seed, b.seed)] if sampled else [])]
+    differ = [f"{name} {x} ({before.letter}), {y} ({after.letter})" for name, x, y in known if x != y]
+    return ["", f"note: settings differ: {'; '.join(differ)}"] if differ else []
+
+
+def _verdict(measure: str, result: PairedDifference, first: str, second: str) -> str:
+    difference, low, high = result.difference, result.low, result.high
+    if result.is_shown and difference < 0:  # say how much better the first is
+        first, second, difference, low, high = second, first, -difference, -high, -low
+    by = "points of success" if measure == "success" else f"of {measure}"
+    interval = f"{PERCENT} interval {number(measure, low)} to {number(measure, high)}"
+    size = f"{number(measure, difference, signed=True)} {by}, {interval}"
+    if result.is_shown:
+        return f"{second} is better than {first}: {size}"
+    few = f"; only {result.won + result.lost} rows differ, at least {FEWEST_DIFFERING} are needed"
+    return f"no difference shown, {second} against {first}: {size}{few if result.too_few_differ else ''}"
 
 
 def number(measure: str, value: float, *, signed: bool = False) -> str:

@@ -102,10 +102,9 @@ class RunReader:
 def is_run(folder: Path) -> bool:
     """Whether the folder is a run: a model's config.json does not name a recipe, a task and a model."""
     try:
-        tree = read_json((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return {"recipe", "task", "model"} <= RunReader(folder).settings.keys()
+    except (OSError, DataError):
         return False
-    return isinstance(tree, dict) and {"recipe", "task", "model"} <= tree.keys()
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
