@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
 from agent_r1.errors import DataError
-from agent_r1.flows.relevance import count_words, score_texts
 from agent_r1.tokens.control_tokens import is_from_tool
 from agent_r1.types import Message, Observation
 from agent_r1.vision.pictures import is_image
@@ -37,6 +39,10 @@ Exchange = list[Message]
 
 SUMMARY_TITLE = "What you wrote down about the conversation so far:"
 NOTES_TITLE = "Notes from earlier in the conversation:"
+
+# How relevant an exchange is, by the words it shares with a query (BM25).
+K1, B = 1.5, 0.75  # the usual values: how fast a repeated word stops counting, and how much long texts are held back
+MAX_CHARS, MAX_QUERY_CHARS = 20_000, 4_000  # the rest is ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +209,30 @@ class Rewrite(ContextPolicy):
         if shown[-1]["role"] == "assistant":
             raise DataError(f"{source} returned messages that end with one from the assistant; the model replies next")
         return ContextView(messages=shown, hidden=sum(message not in shown for message in messages))
+
+
+@lru_cache(4096)  # every later step of an episode counts the same words
+def count_words(text: str) -> Counter[str]:
+    return Counter(_words(text[:MAX_CHARS]))
+
+
+def score_texts(query: str, texts: Sequence[Counter[str]]) -> list[float]:
+    """One score per text, 0 if it shares no word with the query. A repeated word of the query counts once."""
+    sizes = [text.total() for text in texts]
+    mean = sum(sizes) / len(sizes) if any(sizes) else 1.0
+    scores = [0.0] * len(texts)
+    for word in sorted(set(_words(query[:MAX_QUERY_CHARS]))):  # sorted: sums of floats depend on their order
+        places = [place for place, text in enumerate(texts) if word in text]
+        weight = math.log(1 + (len(texts) - len(places) + 0.5) / (len(places) + 0.5))
+        for place in places:
+            times = texts[place][word]
+            damping = K1 * (1 - B + B * sizes[place] / mean)
+            scores[place] += weight * times * (K1 + 1) / (times + damping)
+    return scores
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
 
 
 def split_exchanges(messages: list[Message], opening_size: int = 0) -> tuple[list[Message], list[Exchange]]:

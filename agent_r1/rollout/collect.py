@@ -185,28 +185,24 @@ class Collector:
         """Run the flow and return why the episode ended, with the cause if it failed."""
         try:
             who, stop = await guarded(self._run(copy_row(row), episode), seconds=self.limits.episode_seconds)
-        except EpisodeLimit as limit:
-            episode.limit = limit
-            return _limited(episode, limit)
+        except EpisodeLimit as reached:
+            who, stop, episode.limit = "", reached.stop, reached
         except TimedOut as late:
-            message = f"the episode was {late} (rollout.episode_seconds)"
-            return StopReason.TIMEOUT, Failure(kind="timeout", message=message)
+            return _failed("timeout", f"the episode was {late} (rollout.episode_seconds)", StopReason.TIMEOUT)
         except Exception as error:  # noqa: BLE001 (user code: any failure is this episode's, and is logged)
             failure = explain(error)
             logger.error("episode %s failed: %s\n%s", episode.episode_id, failure, trace(error))
             return StopReason.ERROR, failure
         if not isinstance(stop, StopReason):  # flows are written by users
-            message = f"the flow returned {type(stop).__name__} instead of a StopReason"
-            return StopReason.ERROR, Failure(kind="no stop reason", message=message)
+            return _failed("no stop reason", f"the flow returned {type(stop).__name__} instead of a StopReason")
         if stop.is_failure:  # the flow or env reported a failure without raising
-            message = episode.fault or f"{who}.run returned StopReason.{stop.name}"
-            return stop, Failure(kind="reported failure", message=message)
-        if episode.limit is not None:  # the flow caught the limit and sampled nothing more
-            return _limited(episode, episode.limit)
+            return _failed("reported failure", episode.fault or f"{who}.run returned StopReason.{stop.name}", stop)
+        limit = episode.limit  # the flow may have caught it and sampled nothing more
+        if not episode.steps and limit is not None:
+            return _failed("nothing sampled", f"nothing was sampled: {limit}")
         if not episode.steps:
-            message = "the flow ended without a single model call"
-            return StopReason.ERROR, Failure(kind="no model call", message=message)
-        return stop, None
+            return _failed("no model call", "the flow ended without a single model call")
+        return stop if limit is None else limit.stop, None
 
     async def _run(self, row: TaskRow, episode: Episode) -> tuple[str, StopReason]:
         """Create and run the row's flow, both user code; return its name and its stop reason."""
@@ -215,10 +211,8 @@ class Collector:
         return type(flow).__name__, await flow.run(row, episode)
 
 
-def _limited(episode: Episode, limit: EpisodeLimit) -> tuple[StopReason, Failure | None]:
-    if episode.steps:
-        return limit.stop, None
-    return StopReason.ERROR, Failure(kind="nothing sampled", message=f"nothing was sampled: {limit}")
+def _failed(kind: str, message: str, stop: StopReason = StopReason.ERROR) -> tuple[StopReason, Failure]:
+    return stop, Failure(kind=kind, message=message)
 
 
 async def _end(tasks: Sequence[asyncio.Task[Trajectory]]) -> None:

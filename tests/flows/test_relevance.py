@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_r1.flows.relevance import MAX_CHARS, MAX_QUERY_CHARS, count_words, score_texts
+from agent_r1.flows.context import MAX_CHARS, MAX_QUERY_CHARS, count_words, score_texts
 
 
 def relevance(query: str, texts: list[str]) -> list[float]:
