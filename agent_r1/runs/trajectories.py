@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import struct
 import zlib
 from array import array
 from base64 import b64decode, b64encode
@@ -100,7 +99,7 @@ def write_groups(path: Path, groups: Iterable[Group], numbers: Mapping[str, Numb
                 record = trajectory_to_json(trajectory, (numbers or {}).get(trajectory.trajectory_id))
                 line = dump_json({**record, "row": row}, default=str) + "\n"
                 file.write(line.encode("utf-8", JSON_ERRORS))
-                index.write(struct.pack("<Q", file.tell()))
+                index.write(file.tell().to_bytes(8, "little"))
             file.flush()
             index.flush()
 
@@ -185,15 +184,14 @@ class RecordFile:
         self._size = size
         if self._ends and not is_indexed:
             with suppress(OSError), write_atomically(_index_path(self.path)) as part:  # the run may be read-only
-                part.write_bytes(struct.pack(f"<{len(self._ends)}Q", *self._ends))
+                part.write_bytes(self._ends.tobytes())
 
     def _read_index(self, size: int) -> array[int]:
         """Return the index, or an empty one if it is missing or does not belong to the file."""
-        try:
+        ends = array("Q")
+        with suppress(OSError):
             packed = _index_path(self.path).read_bytes()
-        except OSError:
-            return array("Q")
-        ends = array("Q", struct.unpack(f"<{len(packed) // 8}Q", packed[: len(packed) // 8 * 8]))
+            ends.frombytes(packed[: len(packed) // 8 * 8])
         if ends and ends[-1] <= size:
             with self.path.open("rb") as file:
                 file.seek(ends[-1] - 1)
