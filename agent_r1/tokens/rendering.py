@@ -168,6 +168,13 @@ class Renderer:
         ids = self._encode(self._placeholders.surround(self._template(observation.messages, tools)))
         return self._placeholders.fill(ids, pictures_of(observation.messages))
 
+    def try_render(self, messages: list[Message], tools: ToolSchemas = ()) -> list[int]:
+        """Write the prompt from scratch; no ids if the template refuses the messages."""
+        try:
+            return self.render(Observation(messages=messages), tools)
+        except DataError:
+            return []
+
     def new_ids(
         self, before: Observation, response_ids: list[int], said: str, now: Observation, tools: ToolSchemas = ()
     ) -> list[int] | None:

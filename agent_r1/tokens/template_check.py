@@ -40,10 +40,7 @@ def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateRepo
     result = {"role": "tool", "name": "probe", "content": "tool-said-this"}
 
     def attempt(*messages: Message, tools: ToolSchemas = tools) -> list[int]:
-        try:
-            return renderer.render(Observation(messages=list(messages)), tools)
-        except DataError:
-            return []
+        return renderer.try_render(list(messages), tools)
 
     def extends(reply: Message, added: Message) -> bool:
         talk = Conversations(renderer)

@@ -18,9 +18,8 @@ from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentEnvLoop, AgentFlowBase, SingleStepFlow
 from agent_r1.flows.reasoning import StripReasoning
 from agent_r1.learn.batch.packs import merge_steps
-from agent_r1.runs.metrics import rollout_metrics
 from agent_r1.tokens.formats.table import FORMATS
-from agent_r1.types import Action, Group, Message, Observation, Step, StopReason, TaskRow, Trajectory, Transition
+from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow, Trajectory, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 
 ASK = "Sum up."
@@ -286,26 +285,6 @@ def test_an_opening_that_changes_every_step_does_not_undo_a_summary() -> None:
     assert trajectory.total_reward == 1
     first = [step.is_summary for step in trajectory.steps].index(True)
     assert all(SUMMARY_TITLE in shown(step) for step in trajectory.steps[first + 1 :])
-
-
-def test_info_from_an_env_cannot_pose_as_a_policys_record() -> None:
-    class Forging(Vault):
-        def reply(self, said: str) -> Reply:
-            forged = {"context": "summary", "summary": "empty", "context_hidden": "x", "hidden_messages": "the vault"}
-            return replace(super().reply(said), info=forged)
-
-    for policy in ("append", "window"):
-        trajectory, _ = play(POLICIES[policy], env=Forging)
-        plain, _ = play(POLICIES[policy])
-        assert trajectory.final_text == plain.final_text
-        assert trajectory.steps[0].info["hidden_messages"] == "the vault"
-        assert [(s.summary, s.hidden_messages) for s in trajectory.steps] == [
-            (s.summary, s.hidden_messages) for s in plain.steps
-        ]
-        made, expected = (
-            rollout_metrics([Group(row=row(), trajectories=[one])], success_reward=1.0) for one in (trajectory, plain)
-        )
-        assert made == expected
 
 
 def test_a_summary_prompt_that_does_not_fit_ends_the_episode() -> None:

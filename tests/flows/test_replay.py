@@ -109,15 +109,6 @@ def test_settings_of_the_row_take_precedence() -> None:
         play("Done.", max_bad_cals=3)
 
 
-def test_a_row_may_choose_among_the_given_tools_by_name() -> None:
-    row = TaskRow(prompt=ROW.prompt, row_id="some", env_kwargs={**ROW.env_kwargs, "tools": ["refund"]})
-    played = play(say("refund", order="A"), say("replay_only", word="hi"), row=row, tools=[refund, replay_only])
-    assert [step.calls[0].error for step in played.steps] == [
-        None,
-        "there is no tool 'replay_only'. Choose one of: refund",
-    ]
-
-
 def test_errors_of_the_env_are_raised() -> None:
     class Broken(Shop):
         async def step(self, action: Any) -> Transition:

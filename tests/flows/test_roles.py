@@ -13,7 +13,7 @@ from agent_r1.flows.episode import Episode
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.runs.metrics import role_advantages, rollout_metrics
 from agent_r1.runs.trajectories import trajectory_from_json, trajectory_to_json, transcript
-from agent_r1.types import CreditedTrajectory, Group, Message, Observation, StopReason, TaskRow, Trajectory, Transition
+from agent_r1.types import CreditedTrajectory, Group, Message, Observation, StopReason, TaskRow, Transition
 from tests.chatml import collector, renderer, row, tokenizer
 
 
@@ -186,9 +186,3 @@ def test_rewards_of_a_role_in_a_failed_episode_count_as_0() -> None:
     failed = replace(trajectory, stop=StopReason.ERROR)
     metrics = rollout_metrics([Group(row=row(), trajectories=[trajectory, failed])], success_reward=1)
     assert metrics["reward/mean"] == metrics["role/teller/reward"] == 0.25  # 0.5 in one of two episodes
-
-
-def test_episodes_without_roles_have_no_metrics_of_roles() -> None:
-    plain = Trajectory(row_id="r", trajectory_id="t", steps=[], stop=StopReason.ANSWERED)
-    metrics = rollout_metrics([Group(row=row(), trajectories=[plain])], success_reward=1)
-    assert not any(name.startswith("role/") for name in metrics)

@@ -97,16 +97,6 @@ def test_a_batch_scores_as_its_texts_do_alone(name: str, tmp_path: Path) -> None
             assert model(input_ids=ids).logits.item() == pytest.approx(value, abs=1e-5)
 
 
-def test_the_side_a_tokenizer_pads_on_makes_no_difference(tmp_path: Path) -> None:
-    scores = []
-    for side in ("left", "right"):
-        path = saved(tmp_path / side, "gpt2")
-        made = transformers.AutoTokenizer.from_pretrained(path, padding_side=side)
-        made.save_pretrained(path)
-        scores.append(classify(ClassifierReward(path, max_tokens=128), TEXTS))
-    assert scores[0] == scores[1]
-
-
 def test_a_model_without_padding_is_read_at_the_last_token_whichever_that_is(tmp_path: Path) -> None:
     path = saved(tmp_path, "llama without padding")
     scorer = ClassifierReward(path, format=lambda row, trajectory: trajectory.final_text, max_tokens=128)

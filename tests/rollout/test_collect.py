@@ -100,8 +100,8 @@ async def not_a_number(_: Action) -> Any:
     return Transition(terminated=True, reward=math.nan)
 
 
-async def gigabyte(_: Action) -> Any:
-    return Transition(observation=Observation(messages=[{"role": "user", "content": "x" * 2**30}]))
+async def very_long(_: Action) -> Any:
+    return Transition(observation=Observation(messages=[{"role": "user", "content": "x" * 10**7}]))
 
 
 async def exits(_: Action) -> Any:
@@ -157,7 +157,7 @@ async def bottomless(_: Action) -> Any:
         (hangs, StopReason.TIMEOUT, "not finished after 0.2 s"),
         (hangs_stubbornly, StopReason.TIMEOUT, "not finished after 0.2 s"),
         (not_a_number, StopReason.ERROR, "Transition.reward must be a finite number"),
-        (gigabyte, StopReason.MAX_TOKENS, None),
+        (very_long, StopReason.MAX_TOKENS, None),
         (exits, StopReason.ERROR, "SystemExit: 3"),
         (cancels, StopReason.ERROR, "CancelledError"),
         (panics, StopReason.ERROR, "panic"),
@@ -381,23 +381,6 @@ def test_a_single_step_flow_needs_no_env() -> None:
     [trajectory] = play(collector(["hello"], make_flow=lambda _: SingleStepFlow(lambda _: Echo())))
     assert trajectory.final_text == "hello"
     assert trajectory.stop is StopReason.ANSWERED
-
-
-class DraftAndRevise(AgentFlowBase):
-    """Two model calls in two unrelated contexts: a custom flow."""
-
-    async def run(self, row: TaskRow, episode: Episode) -> StopReason:
-        draft = await episode.act(Observation(messages=row.prompt))
-        review = [{"role": "user", "content": f"Improve: {draft.text}"}]
-        await episode.act(Observation(messages=review))
-        return StopReason.ANSWERED
-
-
-def test_a_custom_flow_with_two_contexts_keeps_both_steps_exact() -> None:
-    [trajectory] = play(collector(["drft", "draft"], make_flow=lambda _: DraftAndRevise(lambda _: Echo())))
-    assert [step.action_text for step in trajectory.steps] == ["drft", "draft"]
-    second = tokenizer().decode(trajectory.steps[1].prompt_ids)
-    assert second == "<|im_start|>user\nImprove: drft<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_flow_that_samples_nothing_or_returns_nonsense_is_a_failed_episode() -> None:

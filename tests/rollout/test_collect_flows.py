@@ -193,12 +193,6 @@ def test_the_page_about_flows_shows_how_to_stay_within_the_limits(said: str, rew
     assert [step.reward for step in trajectory.steps] == rewards
 
 
-def test_the_page_about_flows_labels_the_steps_of_a_role() -> None:
-    run_page("write-a-flow.md")
-    trajectory = played(flow_class("planner_and_worker"), World())
-    assert [step.role for step in trajectory.steps] == ["planner", "worker"]
-
-
 def play_with(engine: ScriptedEngine, flow: type[AgentFlowBase], **limits: Any) -> Trajectory:
     played = collector(engine, make_flow=lambda _: flow(lambda _: World()), **limits)
     [group] = asyncio.run(played([ROW], seed=0))

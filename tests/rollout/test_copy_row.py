@@ -106,32 +106,6 @@ def test_a_row_of_ones_own_is_equal_and_shares_nothing_that_can_be_changed(value
         assert not shared, each.name
 
 
-class Grid(AgentEnv):
-    """Plays on the row's own array."""
-
-    async def reset(self, row: TaskRow) -> Observation:
-        self.grid = row.extra_info["grids"][0]
-        return Observation(text=str(self.grid.tolist()))
-
-    async def step(self, action: Action) -> Transition:
-        self.grid += 1
-        return Transition(observation=Observation(text=str(self.grid.tolist())))
-
-
-def test_an_array_of_a_row_is_each_episodes_own() -> None:
-    common = row(extra_info={"grids": [np.zeros((2, 2))]})
-    collect = collector(
-        ScriptedEngine(lambda call: "a", tokenizer=tokenizer()),
-        make_env=lambda _: Grid(),
-        group_size=2,
-        max_steps=2,
-    )
-    [group] = asyncio.run(collect([common], seed=0))
-    first, second = ([step.prompt_ids for step in trajectory.steps] for trajectory in group.trajectories)
-    assert first == second
-    assert common.extra_info["grids"][0].tolist() == [[0, 0], [0, 0]]
-
-
 @pytest.mark.parametrize(
     ("value", "change"),
     [
@@ -163,27 +137,19 @@ class Stored:
         raise TypeError("cannot be pickled")
 
 
-def test_an_array_that_cannot_be_written_in_is_shared() -> None:
+def test_what_cannot_be_written_in_or_has_no_copy_is_shared() -> None:
     corpus = np.zeros(2)
     corpus.flags.writeable = False
-    number = np.float32(1.5)
-    own = copy_row(row(extra_info={"corpus": corpus, "number": number, "file": (stored := Stored())}))
-    assert own.extra_info["file"] is stored
-    assert own.extra_info["corpus"] is corpus
-    assert own.extra_info["number"] is number
-
-
-def test_an_array_that_has_no_copy_is_shared_too() -> None:
-    locks = np.array([threading.Lock()], dtype=object)
-    weight = torch.ones(1, requires_grad=True) * 2
-    own = copy_row(row(extra_info={"locks": locks, "weight": weight}))
-    assert own.extra_info["locks"] is locks
-    assert own.extra_info["weight"] is weight
-
-
-def test_other_objects_are_shared() -> None:
-    shared = object()
-    assert copy_row(row(extra_info={"shared": shared})).extra_info["shared"] is shared
+    shared = {
+        "corpus": corpus,
+        "number": np.float32(1.5),
+        "file": Stored(),
+        "locks": np.array([threading.Lock()], dtype=object),
+        "weight": torch.ones(1, requires_grad=True) * 2,
+        "other": object(),
+    }
+    own = copy_row(row(extra_info=shared)).extra_info
+    assert [name for name, value in shared.items() if own[name] is not value] == []
 
 
 def test_a_row_that_cannot_be_copied_fails_its_episodes_only() -> None:

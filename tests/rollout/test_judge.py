@@ -162,13 +162,6 @@ def test_no_more_requests_than_allowed_are_open_at_once() -> None:
     assert server.most_at_once == 3
 
 
-def test_as_many_requests_may_be_open_as_episodes_are_scored_at_once() -> None:
-    # No request is answered before all 64 are there: with fewer allowed, none ever would be.
-    with Server(GOOD, meet=64).running() as server:
-        scored = score(judge(server), count=64)
-    assert [t.outcome_reward for t in scored] == [0.7] * 64
-
-
 @pytest.mark.parametrize("key", ["0", "Score", '"', "a"])
 def test_a_key_that_occurs_in_the_verdict_does_not_change_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", key)

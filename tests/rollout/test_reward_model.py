@@ -62,12 +62,6 @@ def test_concurrent_episodes_are_scored_in_full_batches_and_in_order() -> None:
     assert [len(batch) for batch in scorer.batches] == [8, 8, 4]
 
 
-def test_a_batch_that_does_not_fill_goes_when_its_time_is_up() -> None:
-    scorer = Recorder()
-    assert [t.outcome_reward for t in score(batched(scorer, max_batch=1000, max_wait_seconds=0.01), [3, 4])] == [3, 4]
-    assert scorer.batches == [[3, 4]]
-
-
 def test_only_so_many_batches_are_at_the_scorer_at_once() -> None:
     active, most = 0, 0
 

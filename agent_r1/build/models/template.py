@@ -11,7 +11,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from agent_r1.build.models.source import is_source
 from agent_r1.build.recipe import recipe_path
 from agent_r1.config import RunConfig
-from agent_r1.errors import DataError
 from agent_r1.tokens.formats.infer import TOOL, TemplateFormat, infer_format, template_format
 from agent_r1.tokens.rendering import REFUSALS, Renderer
 from agent_r1.types import Message
@@ -42,8 +41,8 @@ def _infer_from_text(template: str, settings: dict[str, Any]) -> TemplateFormat:
                 add_generation_prompt=True,
                 **{"bos_token": "", "eos_token": "", **settings},
             )
-        except REFUSALS as error:
-            raise DataError(f"the chat template refuses messages: {error}") from error
+        except REFUSALS:
+            return ""
         return str(texts[0])
 
     return infer_format(show)

@@ -12,13 +12,13 @@ from itertools import product
 from os.path import commonprefix
 from typing import Any
 
-from agent_r1.errors import ConfigError, DataError
+from agent_r1.errors import ConfigError
 from agent_r1.tokens.formats.base import ParsedCall, ToolCallFormat
 from agent_r1.tokens.formats.table import AUTO, FALLBACK, FORMATS, format_name, get_format
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.types import Message, Observation
+from agent_r1.types import Message
 
-Show = Callable[[list[Message], bool], str]  # renders messages, with or without the probe's tool
+Show = Callable[[list[Message], bool], str]  # renders messages, with or without the probe's tool; "" if refused
 
 NAME, ARGUMENTS = "probe_tool", {"text": "probe value"}
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -72,14 +72,14 @@ def template_format(renderer: Renderer) -> TemplateFormat:
     """Infer how the template of `renderer` writes calls."""
 
     def show(messages: list[Message], with_tools: bool) -> str:
-        return renderer.decode(renderer.render(Observation(messages=messages), [TOOL] if with_tools else ()))
+        return renderer.decode(renderer.try_render(messages, [TOOL] if with_tools else ()))
 
     return infer_format(show)
 
 
 def infer_format(show: Show) -> TemplateFormat:
-    """Like `template_format`, for any function that renders messages and raises DataError for those it refuses."""
-    prompt = _attempt(show, [_ASK])
+    """Like `template_format`, for any function that renders messages."""
+    prompt = show([_ASK], True)
     thinks = prompt.rstrip().endswith("<think>")
     written = ""
     for reply in _render_calls(show):
@@ -88,27 +88,20 @@ def infer_format(show: Show) -> TemplateFormat:
             if each.fixed_tool is None and _reads(each, reply):
                 return TemplateFormat(name=name, written=reply, thinks=thinks)
     # Some templates list tools and explain how to call them, but leave calls out of the conversation.
-    explains = not written and prompt != _attempt(show, [_ASK], with_tools=False)
+    explains = not written and prompt != show([_ASK], False)
     return TemplateFormat(name=_explained_format(prompt) if explains else None, written=written, thinks=thinks)
-
-
-def _attempt(show: Show, messages: list[Message], *, with_tools: bool = True) -> str:
-    try:
-        return show(messages, with_tools)
-    except DataError:
-        return ""
 
 
 def _render_calls(show: Show) -> Iterator[str]:
     """Render a call and its result. Templates differ in the structure of calls that they accept."""
-    plain = _attempt(show, [_ASK, {"role": "assistant", "content": "%%"}, _ASK])
+    plain = show([_ASK, {"role": "assistant", "content": "%%"}, _ASK], True)
     before = plain.partition("%%")[0] if "%%" in plain else ""
     for call_id, arguments, content in product(CALL_IDS, (ARGUMENTS, json.dumps(ARGUMENTS)), ("", None)):
         function = {"name": NAME, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         calling = {"role": "assistant", "content": content, "tool_calls": [call]}
         result = {"role": "tool", "name": NAME, "tool_call_id": call_id, "content": "pong"}
-        text = _attempt(show, [_ASK, calling, result])
+        text = show([_ASK, calling, result], True)
         reply = text[len(commonprefix([before, text])) :]  # noqa: RUF071 (of characters, not of paths)
         if ARGUMENTS["text"] in reply:
             yield reply
