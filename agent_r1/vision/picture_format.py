@@ -28,6 +28,13 @@ FloatArray = npt.NDArray[np.float32]
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 IDEFICS = ("idefics3", "smolvlm")
 CONFIG_FILES = ("preprocessor_config.json", "processor_config.json")
+# Similar kinds that are not supported, with the reason that the error gives.
+REFUSED = {
+    "gemma3": "its picture tokens attend to each other in both directions",
+    "paligemma": "its prompt tokens attend to each other in both directions",
+    "lfm2_vl": "its decoder has convolutions",
+    "qwen2_vl": "only its successors qwen2_5_vl and qwen3_vl were checked",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +204,8 @@ def read_format(
     """
     kind, vision = config.model_type, config.vision_config
     if kind not in QWEN + IDEFICS:
-        raise ConfigError(
-            f"models of type {kind!r} cannot be trained with pictures: only {', '.join(QWEN + IDEFICS)} were checked"
-        )
+        reason = REFUSED.get(kind, f"only {', '.join(QWEN + IDEFICS)} were checked")
+        raise ConfigError(f"models of type {kind!r} cannot be trained with pictures: {reason}")
     stored = _stored(directory)
     colours: dict[str, Any] = {
         "mean": tuple(stored.get("image_mean", (0.5,) * 3)),

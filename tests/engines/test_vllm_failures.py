@@ -385,6 +385,15 @@ def test_the_wrong_server_is_refused_before_the_first_step(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_server_with_a_model_of_another_shape_is_refused(two: list[FakeVLLM], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    two[0].model_config["model"] = str(tmp_path)
+    wanted = replace(WANTED, shape={"vocab_size": VOCAB, "hidden_size": 32})
+    with pytest.raises(ConfigError, match=r"hidden_size is 64, .* 32"):
+        make_engine(two, tmp_path, wanted=wanted)
+    assert two[0].calls == []  # no weights were sent
+
+
 def test_an_unreachable_server_and_another_distribution_are_refused(two: list[FakeVLLM], tmp_path: Path) -> None:
     two[1].stop()
     with pytest.raises(ConfigError, match=r"cannot be reached .*correct engine\.urls"):

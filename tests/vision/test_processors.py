@@ -116,9 +116,12 @@ def test_max_pixels_scales_pictures_down_as_the_processors_do() -> None:
         assert limited.tokens(picture(0, height, width)) == grid[0].prod() // 4 <= 16
 
 
-def test_other_models_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'gemma3' cannot be trained with pictures"):
-        read_format(SimpleNamespace(model_type="gemma3", vision_config=SimpleNamespace()), None, [])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("gemma3", "both directions"), ("lfm2_vl", "convolutions"), ("llava", "checked")]
+)
+def test_other_models_are_refused_by_name_with_the_reason(kind: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{kind}' cannot be trained with pictures: .*{reason}"):
+        read_format(SimpleNamespace(model_type=kind, vision_config=SimpleNamespace()), None, [])
 
 
 def test_a_model_without_a_preprocessor_config_is_refused(tmp_path: Path) -> None:

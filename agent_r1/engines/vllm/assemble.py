@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agent_r1.engines.vllm.shared_weights import AdapterShape, SentWeights
     from agent_r1.engines.vllm.vllm_engine import VLLMEngine
 
+SHAPE = {"architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # on mean log-probs; another model is off by about 1 or more
 Item = TypeVar("Item")
 
@@ -96,6 +97,7 @@ def assemble_engine(  # noqa: PLR0913 (the settings of engine.kind=vllm, by thei
         tied=bool(tied_names(network)),
         vocabulary_size=network.get_input_embeddings().num_embeddings,
         lora_rank=adapters.rank if adapters is not None else 0,
+        shape={name: value for name, value in network.config.to_dict().items() if name in SHAPE},
     )
     format_name = str(dtype).removeprefix("torch.")
     starting = [gpus[start : start + tensor_parallel] for start in range(0, len(gpus), tensor_parallel)]

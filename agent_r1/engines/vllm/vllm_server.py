@@ -6,9 +6,11 @@ Raises `ServerDown` whenever the server itself is at fault, so that the engine c
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterable, Coroutine
+from collections.abc import AsyncIterable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -39,6 +41,7 @@ class Wanted:
     tied: bool  # the model's output head is tied, which must be undone on the server
     vocabulary_size: int
     lora_rank: int = 0  # rank of the adapters that are sent; 0: none are sent
+    shape: Mapping[str, Any] = field(default_factory=dict)  # sizes of the model, by name as in its config.json
 
     def arguments(self, version: tuple[int, int]) -> list[str]:
         """Return the arguments of a server of this version, to start one or to tell the user how."""
@@ -123,6 +126,7 @@ class Server:
                 model = served["model_config"]
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{self} does not answer like vLLM ({error!r}): check engine.urls") from error
+        _compare_shapes(str(self), Path(str(model.get("model"))) / "config.json", wanted.shape)
         overrides = model.get("hf_overrides")
         untied = isinstance(overrides, dict) and overrides.get("tie_word_embeddings") is False
         if (
@@ -217,3 +221,17 @@ async def in_time(work: Coroutine[Any, Any, None], start_seconds: float) -> None
         await asyncio.wait_for(work, seconds)
     except TimeoutError as error:
         raise ServerDown(f"no answer within {seconds:g} s (engine.start_seconds)") from error
+
+
+def _compare_shapes(server: str, file: Path, shape: Mapping[str, Any]) -> None:
+    """Refuse another model, whose weights would end the server. Its directory may be on another machine: then skip."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    for name, value in shape.items():
+        if name in found and found[name] != value:
+            raise ConfigError(
+                f"{server} serves another model ({file.parent}): its {name} is {found[name]!r}, that of model.path is "
+                f"{value!r}"
+            )
