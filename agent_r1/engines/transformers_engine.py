@@ -25,7 +25,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 
 from agent_r1.compute.attention import short_windows
 from agent_r1.engines.local.model_runner import NUM_PROBES, copy_weights, describe_difference, fix_rope
-from agent_r1.engines.local.request import Request
+from agent_r1.engines.local.request import Request, RequestQueue
 from agent_r1.engines.local.request_engine import RequestEngine
 from agent_r1.engines.local.sampling import Kept, sample
 from agent_r1.errors import UnsupportedModelError
@@ -40,8 +40,8 @@ Draws = list[tuple[Request, int, float, Kept | None]]
 Choose = Callable[[Tensor], list[int] | None]  # logits, [B, V] -> the next tokens, or None to stop
 
 
-class Batcher:
-    """A `RequestQueue` that forms batches."""
+class Batcher(RequestQueue):
+    """Forms batches. Nothing is cached."""
 
     def __init__(self, *, max_running: int, max_cached_tokens: int) -> None:
         self.capacity = max_cached_tokens
@@ -56,15 +56,6 @@ class Batcher:
         request.live = False
         if request in self.waiting:
             self.waiting.remove(request)
-
-    def release(self, session: str) -> None:
-        """Nothing is cached."""
-
-    def forget(self) -> None:
-        """Nothing is cached."""
-
-    def known_tokens(self, session: str) -> list[int]:
-        return []
 
     def take(self) -> list[Request]:
         """Remove and return the next batch: the oldest request, and those that fit beside it."""

@@ -60,11 +60,11 @@ class Gpu:
 
     @property
     def copy_bytes(self) -> float:
-        return _measured("copy_bytes") * self.bytes
+        return measured("copy_bytes") * self.bytes
 
     @property
     def matmul_flops(self) -> float:
-        return _measured("matmul_flops") * self.flops
+        return measured("matmul_flops") * self.flops
 
     def share(self, name: str, shape: Shape) -> float:
         """A measured share of `matmul_flops`, for a model of this size."""
@@ -90,18 +90,13 @@ def decode_pass_seconds(shape: Shape, gpu: Gpu, *, sequences: float, context: fl
     weights = shape.body_parameters + shape.head_parameters
     read = (2 * weights + sequences * context * shape.kv_bytes) / gpu.copy_bytes
     products = 2 * weights * sequences / gpu.share("decode_share", shape)
-    return shape.layers * _measured("layer_seconds") + (read + products) / split
+    return shape.layers * measured("layer_seconds") + (read + products) / split
 
 
 def prefill_seconds(shape: Shape, gpu: Gpu, *, tokens: float, context: float = 0.0) -> float:
     """Compute prompt tokens that attend to `context` tokens on average."""
     flops = 2 * shape.body_parameters * tokens + 4 * shape.attention_width * tokens * context
     return flops / gpu.share("prefill_share", shape)
-
-
-def host_seconds(calls: float) -> float:
-    """Host time of each model call: rendering, parsing, scheduling."""
-    return _measured("call_seconds") * calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,15 +144,13 @@ def forward_seconds(shape: Shape, gpu: Gpu, batch: Batch) -> float:
 def _product_seconds(shape: Shape, gpu: Gpu, batch: Batch, *, body: int, head: int, attention: int) -> float:
     weights = body * shape.body_parameters * batch.tokens + head * shape.head_parameters * batch.trained
     scores = attention * shape.attention_width * batch.pairs
-    return (
-        2 * weights / _measured("learner_products") + 4 * scores / _measured("learner_attention")
-    ) / gpu.matmul_flops
+    return (2 * weights / measured("learner_products") + 4 * scores / measured("learner_attention")) / gpu.matmul_flops
 
 
 def _moved_bytes(shape: Shape, batch: Batch, *, kept: float, logits: float) -> float:
     """Return the bytes moved by everything but matrix products: norms, activations, rotations, sums, softmax."""
-    activations = _measured("learner_moves") * batch.tokens * shape.layers * shape.activation_bytes
-    return kept * activations + logits * _measured("logit_moves") * batch.trained * 4 * shape.vocabulary
+    activations = measured("learner_moves") * batch.tokens * shape.layers * shape.activation_bytes
+    return kept * activations + logits * measured("logit_moves") * batch.trained * 4 * shape.vocabulary
 
 
 def activation_bytes(shape: Shape, tokens: float, method: Method, *, shared_base: bool) -> float:
@@ -168,14 +161,14 @@ def activation_bytes(shape: Shape, tokens: float, method: Method, *, shared_base
     packs = tokens * bytes_per_token(shape, method, shared_base=shared_base) + LOGITS_BYTES
     if method.mlp_chunk is None:
         return packs
-    one_mlp = _measured("activation_factor") * shape.mlp_bytes + _backward_bytes(shape, method)
+    one_mlp = measured("activation_factor") * shape.mlp_bytes + _backward_bytes(shape, method)
     return packs + min(tokens, method.mlp_chunk) * one_mlp
 
 
 def bytes_per_token(shape: Shape, method: Method, *, shared_base: bool) -> float:
     """Of activations, without MLPs in chunks. With checkpointing: the input of each layer, and one whole layer."""
     in_chunks = method.mlp_chunk is not None
-    layer = _measured("activation_factor") * (shape.activation_bytes - shape.mlp_bytes * in_chunks)
+    layer = measured("activation_factor") * (shape.activation_bytes - shape.mlp_bytes * in_chunks)
     passing = 0.0 if in_chunks else _backward_bytes(shape, method)
     if method.checkpointing:
         width = 2 if shared_base and method.adapter_rank is not None else 4
@@ -190,5 +183,5 @@ def _backward_bytes(shape: Shape, method: Method) -> float:
     return (2.0 if method.adapter_rank is None else 8.0) * shape.intermediate
 
 
-def _measured(name: str) -> float:
+def measured(name: str) -> float:
     return float(MEASURED[name]["value"])

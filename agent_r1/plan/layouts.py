@@ -12,7 +12,7 @@ from typing import Any
 from agent_r1.learn.sizes import moment_bytes
 from agent_r1.plan import formulas
 from agent_r1.plan.formulas import Batch, Gpu, Method, activation_bytes, bytes_per_token, causal_pairs
-from agent_r1.plan.shapes import MEASURED, Shape
+from agent_r1.plan.shapes import Shape
 
 PACK_TOKENS = 131_072
 CACHE_SHARE = 0.3  # of free memory, like engine.gpu_memory_share
@@ -139,7 +139,8 @@ def _collect_seconds(
     new_tokens = episodes * (load.prompt_tokens / load.group_size + observed)
     prompts = formulas.prefill_seconds(shape, gpu, tokens=new_tokens, context=context / 2) / method.split
     chain = load.steps * load.tool_seconds + load.response_tokens * one_pass
-    return decoding + prompts + formulas.host_seconds(episodes * load.steps), chain
+    hosting = episodes * load.steps * formulas.measured("call_seconds")  # rendering, parsing, scheduling
+    return decoding + prompts + hosting, chain
 
 
 def _update_seconds(shape: Shape, gpu: Gpu, load: Load, method: Method) -> float:
@@ -158,7 +159,7 @@ def _update_seconds(shape: Shape, gpu: Gpu, load: Load, method: Method) -> float
 def _link(gpus: int) -> float:
     """Bytes per second at which weights move: inside a GPU, inside a node, between nodes."""
     name = "copy_bytes" if gpus == 1 else "link_bytes" if gpus <= NODE else "network_bytes"
-    return float(MEASURED[name]["value"])
+    return formulas.measured(name)
 
 
 def _moving_seconds(shape: Shape, method: Method, packs: float, gpus: int) -> float:
@@ -174,7 +175,7 @@ def _moving_seconds(shape: Shape, method: Method, packs: float, gpus: int) -> fl
 def _offload_seconds(shape: Shape, load: Load, method: Method, gpus: int) -> float:
     """AdamW's moments come from the host and go back."""
     moved = 2 * state_bytes(shape, method) * (1 + load.critics) * load.epochs / gpus
-    return moved / float(MEASURED["host_bytes"]["value"]) if method.offload else 0.0
+    return moved / formulas.measured("host_bytes") if method.offload else 0.0
 
 
 def methods(*, gpus: int, adapter_rank: int | None) -> list[Method]:

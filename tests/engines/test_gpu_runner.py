@@ -257,18 +257,6 @@ async def outcomes(local: LocalEngine, asked: list[list[int]]) -> list[Any]:
     return await asyncio.gather(*runs, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("length", "own"), [(20, 2), (21, 1), (23, 2)])
-def test_members_of_a_group_share_the_full_blocks_of_their_prompt(length: int, own: int) -> None:
-    model, (prompt,) = tiny("llama"), prompts(length)
-    with engine(model, **GPU) as local:
-        generate(local, [prompt] * 6, Sampling(max_tokens=3))
-        used = BLOCKS - local._scheduler.free_blocks
-    # A session keeps length + 2 tokens (the third sampled has not run): 22, 23, 25, in blocks of 4: 6, 6, 7. Of 20
-    # tokens a follower shares 4 blocks and writes to a copy of the fifth, as its last token has to run; of 21 or 23
-    # it shares 5.
-    assert used == -(-(length + 2) // 4) + 5 * own
-
-
 def test_a_context_of_few_blocks_is_enough() -> None:
     model, asked = tiny("llama", max_position_embeddings=40), prompts(5, 20)
     with engine(model, **GPU, block_size=32, max_running=1) as local:

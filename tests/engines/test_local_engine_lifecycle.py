@@ -143,23 +143,6 @@ def test_a_request_that_cannot_be_answered_fails_alone(prompt: Prompt, reason: s
 
 
 @both
-def test_cancelling_a_member_of_a_group_does_not_change_the_others(side: dict[str, Any]) -> None:
-    local, (prompt,) = make(**side), prompts(9)
-    expected = ask(make(**side), prompt, ENDLESS)
-
-    async def main() -> Completion:
-        doomed = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="gone"))
-        other = asyncio.create_task(local.generate(Prompt(prompt), ENDLESS, session="stays"))
-        while local.stats.decoded_tokens < 20:
-            await asyncio.sleep(0)
-        doomed.cancel()
-        return await other
-
-    assert asyncio.run(main()).token_ids == expected.token_ids
-    assert local.stats.shared_tokens >= 8
-
-
-@both
 def test_a_prompt_that_another_session_holds_is_answered_even_without_room_for_both(
     side: dict[str, Any],
 ) -> None:

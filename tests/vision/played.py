@@ -18,20 +18,15 @@ from agent_r1.flows.context import ContextPolicy
 from agent_r1.flows.flow import AgentEnvLoop
 from agent_r1.rollout.collect import Collector
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.tools.base import BaseTool, ToolResult, tool
+from agent_r1.tools.base import BaseTool
 from agent_r1.types import Group, Step, TaskRow, Trajectory
 from agent_r1.vision.picture_format import PictureFormat
 from agent_r1.vision.pictures import Picture, index_of, key_of
+from tests.vision.seeing_envs import look as look
 from tests.vision.tiny_models import make_model, make_tokenizer, picture
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": %d}}</tool_call>'
 FIRST = picture(100, 24, 40)
-
-
-@tool
-def look(at: int) -> ToolResult:
-    """Look at a place."""
-    return ToolResult(f"place {at}", images=[picture(at, 16, 24)])
 
 
 @cache

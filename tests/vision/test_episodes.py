@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent_r1 import AgentEnv, Reply, TextEnv, ToolEnv
+from agent_r1 import Reply, TextEnv
 from agent_r1.engines.base import Completion
 from agent_r1.engines.scripted import ScriptedCall, ScriptedEngine
 from agent_r1.envs.processes.pool import EnvPool
 from agent_r1.flows.context import ContextPolicy, DropResults, Notes, Rewrite, Summary, Window
 from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.tools.base import ToolResult, tool
-from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, Trajectory, Transition
+from agent_r1.types import Message, StopReason, TaskRow, Trajectory
 from agent_r1.vision.pictures import Picture, pictures_of
 from tests.chatml import collector, row
-from tests.vision.played import CALL, FIRST, check_exact, extends, look, parts, play, play_groups, seeing_row, shown_in
+from tests.vision.played import CALL, FIRST, check_exact, extends, parts, play, play_groups, seeing_row, shown_in
+from tests.vision.seeing_envs import SEEN, Looking, Painter
 from tests.vision.tiny_models import KINDS, picture
 
-SEEN = [picture(at, 16, 24) for at in range(6)]
 CALLS = [CALL % at for at in range(5)]
 
 
@@ -65,26 +64,6 @@ def test_a_reply_without_words_may_be_a_picture_alone() -> None:
     assert [shown_in(step) for step in trajectory.steps] == [SEEN[:1], SEEN[:2], SEEN[:3]]
 
 
-class Painter(AgentEnv):
-    """Returns pictures in observations, in other spellings, and rewrites its first one."""
-
-    deterministic = True
-
-    async def reset(self, row: TaskRow) -> Observation:
-        self.messages: list[Message] = [{"role": "user", "content": [{"type": "image", "image": SEEN[0].encoded}]}]
-        return Observation(messages=list(self.messages))
-
-    async def step(self, action: Action) -> Transition:
-        if action.text == "rewrite":
-            self.messages[0] = {"role": "user", "content": [{"type": "image", "image": SEEN[5].pixels}]}
-        url = {"url": f"data:image/png;base64,{b64encode(SEEN[1].encoded).decode()}"}
-        self.messages += [
-            {"role": "assistant", "content": action.text},
-            {"role": "user", "content": [{"type": "image_url", "image_url": url}, {"type": "text", "text": "go on"}]},
-        ]
-        return Transition(observation=Observation(messages=list(self.messages)), terminated=action.text == "end")
-
-
 def test_an_env_may_give_and_rewrite_pictures_in_any_spelling() -> None:
     trajectory = play(["a", "rewrite", "b", "end"], make_env=lambda _: Painter())
     check_exact(trajectory)
@@ -96,11 +75,6 @@ def test_an_env_may_give_and_rewrite_pictures_in_any_spelling() -> None:
     corner = [tuple(p.pixels[0, 0]) for p in SEEN]
     assert shown == [[corner[0]], [corner[0], corner[1]], [corner[5], corner[1], corner[1]],
                      [corner[5], corner[1], corner[1], corner[1]]]  # fmt: skip
-
-
-class Looking(ToolEnv):
-    def __init__(self) -> None:
-        super().__init__(tools=[look])
 
 
 def test_pictures_come_out_of_worker_processes() -> None:

@@ -223,7 +223,7 @@ def test_one_question_may_come_with_pictures(finished: Path, tmp_path: Path, cli
 )
 def test_what_pictures_do_not_work_with_is_refused_by_name(tmp_path: Path, overrides: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        train(tmp_path / "run", *overrides)
+        train(tmp_path / "run", *overrides, "sft.demos=null")
 
 
 def test_verl_is_refused_by_name(finished: Path) -> None:

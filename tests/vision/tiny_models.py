@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -13,6 +12,7 @@ from transformers import LlamaConfig
 from agent_r1.vision.picture_format import IDEFICS, PictureFormat, read_format
 from agent_r1.vision.pictures import Picture
 from tests.chatml import tokenizer as plain_tokenizer
+from tests.vision.seeing_envs import picture as picture
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 WIDTH, HEADS = 32, 4
@@ -86,12 +86,6 @@ def _qwen(kind: str, tokenizer: Any, text: dict[str, Any]) -> Any:
         **ids,
     )
     return getattr(transformers, f"{name}ForConditionalGeneration")(config)
-
-
-def picture(seed: int, height: int = 48, width: int = 80) -> Picture:
-    """Noise; not square, as most pictures are."""
-    rng = np.random.default_rng(seed)
-    return Picture.from_pixels(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def own_logits(model: Any, form: PictureFormat, ids: list[int], pictures: list[Picture]) -> Tensor:

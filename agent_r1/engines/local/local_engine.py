@@ -29,7 +29,7 @@ from agent_r1.engines.local.blocks import BLOCK_SIZE
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears
 from agent_r1.engines.local.gpu.gpu_attention import Kernels
-from agent_r1.engines.local.gpu.gpu_runner import GpuLimits, GpuRunner, load_triton_kernels
+from agent_r1.engines.local.gpu.gpu_runner import GpuRunner, load_triton_kernels
 from agent_r1.engines.local.low_rank import LowRank
 from agent_r1.engines.local.model_runner import ModelRunner
 from agent_r1.engines.local.request import Chunk, Draw, EngineStats, ReadDraws
@@ -101,16 +101,19 @@ class LocalEngine(RequestEngine):
         if kernels is None:
             self._runner = CpuRunner(model, num_blocks=num_blocks, block_size=block_size, pictures=pictures)
         else:
-            limits = GpuLimits(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_running=max_running,
-                max_batch_tokens=max_batch_tokens,
-                max_length=min(self._max_positions, self._scheduler.capacity),
-                burst=burst,
-            )
             with self._on_device():
-                self._runner = GpuRunner(model, kernels, limits, graphs=on_gpu, pictures=pictures)
+                self._runner = GpuRunner(
+                    model,
+                    kernels,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    max_running=max_running,
+                    max_batch_tokens=max_batch_tokens,
+                    max_length=min(self._max_positions, self._scheduler.capacity),
+                    burst=burst,
+                    graphs=on_gpu,
+                    pictures=pictures,
+                )
         self._max_stop_ids = self._runner.max_stop_ids
         compiled = on_gpu if compile_layers is None else compile_layers
         self._verify(fuse=kernels is not None, compiled=compiled, adapters=adapters)

@@ -1,7 +1,8 @@
-"""A request to the engine, the part of it that runs in one step, and the engine's statistics."""
+"""A request to the engine, the part of it that runs in one step, the queue of requests, and the engine's statistics."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,3 +113,26 @@ class EngineStats:
     decoded_tokens: int = 0  # sampled tokens
     preemptions: int = 0
     evictions: int = 0  # idle sessions dropped to make room
+
+
+class RequestQueue(ABC):
+    """Requests that wait or run, and what is cached for them."""
+
+    capacity: int  # tokens of the longest request that fits, response included
+
+    @abstractmethod
+    def submit(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def cancel(self, request: Request) -> None:
+        """Remove a request, if it is live."""
+
+    def release(self, session: str) -> None:  # noqa: B027 (nothing is cached by default)
+        """Free the cache of a session, now or when its running requests end."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop all cached tokens."""
+
+    def known_tokens(self, session: str) -> list[int]:
+        """The tokens of an idle session's last request, if they are cached; they have been checked."""
+        return []

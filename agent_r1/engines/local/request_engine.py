@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from agent_r1.compute.attention import position_limit
 from agent_r1.engines.base import Completion, OnTokens, Prompt, Sampling, check_fits
-from agent_r1.engines.local.request import Request
+from agent_r1.engines.local.request import Request, RequestQueue
 from agent_r1.engines.local.sampling import as_support, uniform_stream
 from agent_r1.errors import DataError, RolloutError
 from agent_r1.vision.picture_format import PictureFormat
@@ -31,30 +31,6 @@ from agent_r1.vision.pictures import by_key
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-class RequestQueue(Protocol):
-    """Requests that wait or run, and what is cached for them."""
-
-    capacity: int  # tokens of the longest request that fits, response included
-
-    def submit(self, request: Request) -> None: ...
-
-    def cancel(self, request: Request) -> None:
-        """Remove a request, if it is live."""
-        ...
-
-    def release(self, session: str) -> None:
-        """Free the cache of a session."""
-        ...
-
-    def forget(self) -> None:
-        """Free the caches of all sessions."""
-        ...
-
-    def known_tokens(self, session: str) -> list[int]:
-        """The tokens of a session's last request, if they are cached; they have been checked."""
-        ...
 
 
 class RequestEngine(ABC):

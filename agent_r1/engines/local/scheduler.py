@@ -27,13 +27,13 @@ from itertools import chain
 
 from agent_r1.engines.local.blocks import START, BlockPool, Name, name_after, num_blocks
 from agent_r1.engines.local.prefix_cache import Idle, find_prefix, name_blocks
-from agent_r1.engines.local.request import Chunk, Draw, EngineStats, Request
+from agent_r1.engines.local.request import Chunk, Draw, EngineStats, Request, RequestQueue
 
 SHORTEST_BURST = 4  # tokens; a shorter one takes a GPU less time than the host needs to plan the next
 RECENT = 1 / 64  # weight of a response in the typical length
 
 
-class Scheduler:
+class Scheduler(RequestQueue):
     """Continuous batching over a fixed number of cache blocks."""
 
     def __init__(
@@ -82,7 +82,6 @@ class Scheduler:
             self._free_cache(request)
 
     def release(self, session: str) -> None:
-        """Free the cache of a session, now or when its running requests end."""
         if session in self._idle:
             self._pool.give_back(self._idle.pop(session).blocks)
         for request in chain(self._waiting, self._running) if session in self._live else ():
@@ -96,7 +95,6 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def known_tokens(self, session: str) -> list[int]:
-        """The tokens of an idle session's last request."""
         return self._idle[session].tokens if session in self._idle else []
 
     def plan(self) -> list[Chunk]:

@@ -190,19 +190,15 @@ class WriteLayout:
     """Where keys and values of a step go: to the blocks of the request and of its twins."""
 
     def __init__(self, chunks: Sequence[Chunk], block_size: int) -> None:
-        rows: list[int] = []
-        blocks: list[int] = []
-        offsets: list[int] = []
+        places: list[tuple[int, int, int]] = []  # row, block, offset
         first = 0
         for chunk in chunks:
-            positions = range(chunk.start, chunk.end)
+            rows = [(first + i, *divmod(chunk.start + i, block_size)) for i in range(chunk.length)]
             for owned in (chunk.blocks, *chunk.twin_blocks):
-                rows += range(first, first + len(positions))
-                blocks += [owned[position // block_size] for position in positions]
-                offsets += [position % block_size for position in positions]
-            first += len(positions)
-        row_M, self._block_M, self._offset_M = torch.tensor([rows, blocks, offsets]).unbind(0)
-        self._row_M = row_M if len(rows) > first else None
+                places += [(row, owned[index], offset) for row, index, offset in rows]
+            first += len(rows)
+        row_M, self._block_M, self._offset_M = torch.tensor(places).T.contiguous().unbind(0)
+        self._row_M = row_M if len(places) > first else None
 
     def write(self, layer: LayerCache, key_NKD: Tensor, value_NKD: Tensor) -> None:
         if self._row_M is not None:

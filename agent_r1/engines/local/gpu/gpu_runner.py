@@ -79,50 +79,42 @@ class Graphs:
         self.captured[key] = graph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLimits:
-    """Sizes of the tensors, which are allocated once."""
-
-    num_blocks: int
-    block_size: int
-    max_running: int
-    max_batch_tokens: int
-    max_length: int  # tokens of a sequence
-    burst: int
-
-
 class GpuRunner(ModelRunner):
     """Runs everything on one stream, in order."""
 
     overlaps = True
     max_stop_ids = MAX_STOP_IDS
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (sizes of the tensors, which are allocated once)
         self,
         model: PreTrainedModel,
         kernels: Kernels,
-        limits: GpuLimits,
         *,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        max_batch_tokens: int,
+        max_length: int,
+        burst: int,
         graphs: bool,
         pictures: PictureFormat | None = None,
     ) -> None:
+        """max_length: tokens of the longest sequence."""
         super().__init__(model, pictures)
         config, self._kernels = self.config, kernels
-        shape = key_value_shape(config) | {"block_size": limits.block_size}
+        shape = key_value_shape(config) | {"block_size": block_size}
         heads = shape["heads"]
         embedding = model.get_input_embeddings().weight
-        self._cache = GpuCache(num_blocks=limits.num_blocks, like=embedding, **shape)
+        self._cache = GpuCache(num_blocks=num_blocks, like=embedding, **shape)
         self._probe = GpuCache(num_blocks=PROBE_BLOCKS, like=embedding, **shape)
         self._key_heads = heads
         self._tile = kernels.tokens_per_tile(config.num_attention_heads, heads)
-        self._rows = ladder(limits.max_running)
-        self._sizes = ladder(max(limits.max_running + limits.max_batch_tokens, 2 * PROBE_BLOCKS))
+        self._rows = ladder(max_running)
+        self._sizes = ladder(max(max_running + max_batch_tokens, 2 * PROBE_BLOCKS))
         tokens, rows = self._sizes[-1], self._rows[-1]
-        self._burst = limits.burst
-        width = max(-(-limits.max_length // limits.block_size), PROBE_BLOCKS)
-        self._state = State.empty(
-            rows=rows, width=width, burst=limits.burst, vocab=config.vocab_size, device=self.device
-        )
+        self._burst = burst
+        width = max(-(-max_length // block_size), PROBE_BLOCKS)
+        self._state = State.empty(rows=rows, width=width, burst=burst, vocab=config.vocab_size, device=self.device)
         self._first = FirstPass.empty(tokens=tokens, tiles=self._tiles(tokens), rows=rows, device=self.device)
         self._sight: GpuSight | None = None
         if pictures is not None:
