@@ -237,7 +237,7 @@ def _leave(crew: RankCrew, error: BaseException, screen: Any) -> None:
     """End this rank after an error: find the cause, and let one rank report it. Returns if this rank should raise the
     error."""
     from agent_r1.ranks.rank_crew import error_line, is_lost_peer
-    from agent_r1.ranks.watch import GRACE_SECONDS, claims_report
+    from agent_r1.ranks.watch import GRACE_SECONDS, claims_report, is_reported, posted_failure, wait_for
 
     watch, is_main = crew.watch, crew.place.rank == 0
     if isinstance(error, Interrupted | typer.Exit | SystemExit):  # all ranks end together
@@ -246,12 +246,12 @@ def _leave(crew: RankCrew, error: BaseException, screen: Any) -> None:
             raise SystemExit(0) from None
         return
     is_consequence = is_lost_peer(error)
-    cause = watch.wait_for_failure(watch.limit + 5) if is_consequence else None
+    cause = wait_for(lambda: posted_failure(watch.store), watch.limit + 5) if is_consequence else None
     if cause is None:
         cause = str(error) if isinstance(error, RankError) else watch.fail(f"failed: {error_line(error)}")
     if not is_main:
         traceback.print_exception(error)  # into the log of this rank
-        if watch.wait_for_report(2 * GRACE_SECONDS) or not claims_report(watch.store):
+        if wait_for(lambda: is_reported(watch.store), 2 * GRACE_SECONDS) or not claims_report(watch.store):
             watch.stop(seconds=GRACE_SECONDS)
             raise SystemExit(1) from None
         _report(crew, cause, screen)

@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine, pass signals on to them, and say why they ended.
 
-The processes are those of torch's elastic launcher. This one hosts the store through which the ranks meet, so it
-outlives every rank and can tell the others which of them died.
+This process hosts the store through which the ranks meet, so it outlives every rank and can tell the others which of
+them died.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from subprocess import Popen
 from types import FrameType
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from agent_r1.ranks.rank_env import AGENT_STORE
 from agent_r1.ranks.watch import claims_report, own_keys, post_failure, posted_failure
@@ -43,35 +40,15 @@ def launch(program: Sequence[str], size: int) -> tuple[int, str | None]:
         GPUS: str(size),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    environments = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)}
-    with _own_signal_handlers(), tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            "agent-r1",
-            program[0],
-            dict.fromkeys(range(size), tuple(program[1:])),
-            environments,
-            DefaultLogsSpecs(log_dir=folder),
-        )
-        assert isinstance(context, SubprocessContext)
-        launched = Launched(
-            own_keys(store, "0"), {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-        )
-        try:
-            return launched.wait()
-        finally:
-            launched.kill()
-
-
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of signals at the end: torch's launcher sets its own and leaves them."""
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
+    ranks: dict[int, Popen[bytes]] = {}
+    launched = Launched(own_keys(store, "0"), ranks)
     try:
-        yield
+        for rank in range(size):
+            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks[rank] = Popen(program, env=own, start_new_session=True)  # Ctrl-C reaches ranks through this process
+        return launched.wait()
     finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: it was set by C code
-                signal.signal(number, handler)
+        launched.kill()
 
 
 class Launched:
@@ -83,7 +60,9 @@ class Launched:
         self._deadline: float | None = None  # time at which the remaining ranks are killed
 
     def wait(self) -> tuple[int, str | None]:
-        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS if _is_heard(number)}
+        # Under nohup, SIGHUP stays ignored.
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._pass_on) for number in heard}
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # ranks would miss the store
         try:
             while any(process.poll() is None for process in self._ranks.values()):
@@ -137,10 +116,6 @@ class Launched:
             post_failure(self._store, f"{who} {how}")
             return True
         return False
-
-
-def _is_heard(number: int) -> bool:
-    return not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)  # under nohup
 
 
 def same_program(words: Sequence[str]) -> list[str]:

@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from agent_r1.errors import RankError
 from agent_r1.ranks.rank_env import RankPlace
+
+T = TypeVar("T")
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = "AGENT_R1_SILENT_SECONDS"  # tests shorten it
@@ -58,6 +61,18 @@ def claims_report(store: Store) -> bool:
     return store.add(REPORTED, 1) == 1
 
 
+def is_reported(store: Store) -> bool:
+    return store.check([REPORTED])
+
+
+def wait_for(find: Callable[[], T], seconds: float) -> T:
+    """Return the first result of `find` that counts as true, or the last one when the time is up."""
+    until = time.monotonic() + seconds
+    while not (found := find()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
 class Watch:
     """The heartbeat of this rank, in a thread. `on_stop` is called with a signal that another rank received."""
 
@@ -93,29 +108,14 @@ class Watch:
         self._ended.set()
         try:
             self.store.set(self._keys[self._place.rank], json.dumps(["done", 0]))
-            until = time.monotonic() + seconds
-            while self._place.hosts_store and time.monotonic() < until and not self._all_done():
-                time.sleep(0.05)
+            if self._place.hosts_store:
+                wait_for(self._all_done, seconds)
         except RuntimeError:  # the store is gone, and so is the reason to say goodbye
             return
 
     def fail(self, reason: str) -> str:
         """End the run on all ranks, because of this one; return the cause, which may be another one."""
         return post_failure(self.store, f"{self._who[self._place.rank]} {reason}")
-
-    def wait_for_failure(self, seconds: float) -> str | None:
-        """Return the recorded cause, which may take a moment to be found."""
-        until = time.monotonic() + seconds
-        while (text := posted_failure(self.store)) is None and time.monotonic() < until:
-            time.sleep(0.1)
-        return text
-
-    def wait_for_report(self, seconds: float) -> bool:
-        """Whether another rank reports the failure within this time."""
-        until = time.monotonic() + seconds
-        while not (reported := self.store.check([REPORTED])) and time.monotonic() < until:
-            time.sleep(0.1)
-        return reported
 
     def _all_done(self) -> bool:
         return all(json.loads(value)[0] == "done" for value in self.store.multi_get(self._keys))

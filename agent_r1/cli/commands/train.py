@@ -43,9 +43,8 @@ from agent_r1.train.async_loop import train_async
 from agent_r1.train.async_trainer import AsyncTrainer
 from agent_r1.train.checkpoint import load_state
 from agent_r1.train.garbage import parts_frozen
-from agent_r1.train.loop import train
+from agent_r1.train.loop import Schedule, train
 from agent_r1.train.rng import restore_rng, rng_state, seed_all
-from agent_r1.train.schedule import Schedule
 from agent_r1.train.trainer import Trainer
 
 if TYPE_CHECKING:
