@@ -29,8 +29,7 @@ from agent_r1.config import RunConfig, load_config
 from agent_r1.learn.algorithms import ALGORITHMS
 from agent_r1.runs.reader import RunReader
 from agent_r1.runs.run_dir import RunDir
-from agent_r1.train.loop import train
-from agent_r1.train.schedule import Schedule
+from agent_r1.train.loop import Schedule, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "verl.md"
 COMMON = ["trainer.steps=2", "trainer.eval_every=2", "eval.rows=50", "trainer.save_every=2"]

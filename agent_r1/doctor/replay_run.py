@@ -32,9 +32,8 @@ from agent_r1.runs.run_dir import RunDir, present_versions
 from agent_r1.runs.trajectories import RecordFile
 from agent_r1.tokens.vocabulary import token_texts
 from agent_r1.train.checkpoint import load_state
-from agent_r1.train.loop import train
+from agent_r1.train.loop import Schedule, train
 from agent_r1.train.rng import seed_all
-from agent_r1.train.schedule import Schedule
 from agent_r1.train.trainer import Progress, Trainer
 from agent_r1.types import Group, TaskRow, Trajectory
 

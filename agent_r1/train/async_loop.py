@@ -16,49 +16,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from agent_r1.guard import call
 from agent_r1.learn.rewards import is_valid
-from agent_r1.ranks.crew import Crew
-from agent_r1.runs.metrics import Metrics
-from agent_r1.train.schedule import Schedule
-from agent_r1.train.tickets import Fate, Ledger, oldest_version, staleness_metrics
-from agent_r1.types import CreditedTrajectory, Group
+from agent_r1.train.async_trainer import AsyncTrainer
+from agent_r1.train.evaluate import in_order
+from agent_r1.train.loop import Schedule
+from agent_r1.train.tickets import Fate, oldest_version, staleness_metrics
+from agent_r1.types import Group
 
 POLL_SECONDS = 0.02  # between checks for groups that arrived on other ranks
 MANY = 2**40  # more groups than any rank waits for
-
-
-class AsyncParts(Protocol):
-    """What the loop needs. `Trainer` implements it for a run."""
-
-    crew: Crew
-    ledger: Ledger
-    rows_per_step: int
-
-    @property
-    def max_rounds(self) -> int: ...  # one step considers at most this many times its number of groups
-    async def play(self, ticket: int) -> Group: ...
-    def drops(self, group: Group) -> bool: ...
-    def check(self, groups: list[Group]) -> None: ...
-    def learn(self, groups: list[Group]) -> tuple[list[CreditedTrajectory], Metrics]: ...
-    async def swap_weights(self, version: int) -> None: ...
-    def report(self, step: int, groups: list[Group], batch: list[CreditedTrajectory], metrics: Metrics) -> None: ...
-    def tell(self, step: int, groups: list[Group], metrics: Metrics) -> None: ...
-    async def evaluate(self, step: int) -> None: ...
-    def save(self, step: int) -> None: ...
 
 
 @dataclass(kw_only=True)
 class Rollout:
     """Keeps groups in play and hands out those that are ready."""
 
-    parts: AsyncParts
+    parts: AsyncTrainer
     steps: int  # steps of the run: no group starts that no step would train on
     max_staleness: int
     dropped: dict[int, Group] = field(default_factory=dict)  # groups dropped since the last batch
@@ -166,7 +146,7 @@ class Rollout:
         await self.drain()
 
 
-async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: int) -> int:
+async def train_async(parts: AsyncTrainer, schedule: Schedule, *, max_staleness: int) -> int:
     """Run the steps of the schedule, until the time is up; return the last one, evaluated and saved."""
     crew, start = parts.crew, schedule.start
     time_is_up = schedule.start_clock(crew.ranks)
@@ -191,7 +171,7 @@ async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: i
         metrics |= {"time/collect": now - began, "time/wait": taken - began, "time/update": updated - taken}
         metrics |= {"time/paused": evaluating + now - stopped} | parts.ledger.metrics
         metrics |= staleness_metrics(list(groups.values()), step - 1)
-        played = in_order(groups | rollout.dropped)
+        played = in_order([groups, rollout.dropped])
         parts.report(step, played, credited, metrics)
         parts.ledger.commit()
         finished, updating = step, False
@@ -201,7 +181,7 @@ async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: i
         while not last:
             began = time.perf_counter() - draining
             groups = await rollout.take(finished)
-            parts.check(in_order(groups | rollout.dropped))
+            parts.check(in_order([groups, rollout.dropped]))
             await _complete(finish(finished + 1, groups, began), rollout.stop)
             draining = evaluating = 0.0
             if finished % schedule.eval_every == 0 or last:
@@ -221,10 +201,6 @@ async def train_async(parts: AsyncParts, schedule: Schedule, *, max_staleness: i
             parts.save(finished)
         raise
     return finished
-
-
-def in_order(groups: Mapping[int, Group]) -> list[Group]:
-    return [groups[ticket] for ticket in sorted(groups)]
 
 
 async def _complete(work: Coroutine[Any, Any, None], on_cancel: Callable[[], Awaitable[None]]) -> None:

@@ -25,7 +25,7 @@ from agent_r1.types import CreditedTrajectory, Group
 
 @dataclass(kw_only=True)
 class AsyncTrainer(Trainer):
-    """Implements `async_loop.AsyncParts`."""
+    """What `async_loop.train_async` needs."""
 
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -40,6 +40,7 @@ class AsyncTrainer(Trainer):
 
     @property
     def max_rounds(self) -> int:
+        """One step considers at most this many times its number of groups."""
         return self.algorithm.sampling_rounds
 
     async def play(self, ticket: int) -> Group:

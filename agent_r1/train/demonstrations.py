@@ -23,7 +23,7 @@ from agent_r1.rollout.collect import Collector
 from agent_r1.tokens.formats.base import ParsedCall
 from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tokens.rendering import Renderer
-from agent_r1.types import Message, StopReason, TaskRow, ToolCallRecord, Trajectory
+from agent_r1.types import Message, StopReason, ToolCallRecord, Trajectory
 
 WriteSummary = Callable[[list[Message]], str | Awaitable[str]]
 
@@ -47,22 +47,22 @@ class DemoPlayer:
             raise failed.exceptions[0] from None
         played = [play.result() for play in plays]
         fitting = [each for each in played if isinstance(each, Trajectory)]
-        too_long = [each for each in played if isinstance(each, _TooLong)]
-        if too_long:
-            first = too_long[0]
-            what = f"{len(too_long)} of {len(demos)} demonstrations exceed a limit"
-            example = f"the first is of row {first.row_id}: {first.limit}"
+        limits = [each for each in played if isinstance(each, str)]
+        if limits:
+            what = f"{len(limits)} of {len(demos)} demonstrations exceed a limit"
             if 2 * len(fitting) < len(demos):
-                raise DataError(f"{what}; {example}. Raise the limit, or shorten them")
-            report(f"{what} and are left out; {example}")
+                raise DataError(f"{what}; the first is {limits[0]}. Raise the limit, or shorten them")
+            report(f"{what} and are left out; the first is {limits[0]}")
         _report_failed_calls(fitting, report)
         return fitting
 
-    async def _play(self, index: int, demo: Demo, gate: asyncio.Semaphore) -> Trajectory | _TooLong:
+    async def _play(self, index: int, demo: Demo, gate: asyncio.Semaphore) -> Trajectory | str:
+        """Return the trajectory, or the limit that it exceeds."""
         row, texts = demo
         replay = _Replay(self.renderer, texts)
         collector = self.make_collector(replay)
-        collector = replace(collector, make_flow=self._with_expert(collector.make_flow, replay))
+        make_flow = collector.make_flow
+        collector = replace(collector, make_flow=lambda row: self._with_expert(make_flow(row), replay))
         episode = collector.episode(Episode, f"{row.row_id}#demo{index}", index)
         async with gate:
             trajectory = await collector.play(row, episode)
@@ -75,7 +75,7 @@ class DemoPlayer:
         actions = sum(not step.is_summary for step in trajectory.steps)
         reached = episode.limit is not None  # otherwise the env's own budget ended it
         if reached and (stop is StopReason.MAX_TOKENS or (stop is StopReason.MAX_STEPS and actions < len(texts))):
-            return _TooLong(row_id=row.row_id, limit=_reached(episode, collector))
+            return f"of row {row.row_id}: {_reached(episode, collector)}"
         if actions != len(texts):
             raise DataError(
                 f"{name} has {len(texts)} texts but its episode ended after {actions} steps with "
@@ -83,28 +83,12 @@ class DemoPlayer:
             )
         return trajectory
 
-    def _with_expert(
-        self, make_flow: Callable[[TaskRow], AgentFlowBase], replay: _Replay
-    ) -> Callable[[TaskRow], AgentFlowBase]:
+    def _with_expert(self, flow: AgentFlowBase, replay: _Replay) -> AgentFlowBase:
         """Let the expert write the summaries that the model would be asked for."""
-        if (write := self.write_summary) is None:
-            return make_flow
-
-        def make_expert_flow(row: TaskRow) -> AgentFlowBase:
-            flow = make_flow(row)
+        if self.write_summary is not None:
             assert flow.context is not None
-            flow.context = _ExpertContext(flow.context, write, replay)
-            return flow
-
-        return make_expert_flow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TooLong:
-    """A demonstration that exceeds a limit of an episode."""
-
-    row_id: str
-    limit: str
+            flow.context = _ExpertContext(flow.context, self.write_summary, replay)
+        return flow
 
 
 def _reached(episode: Episode, collector: Collector) -> str:

@@ -5,13 +5,31 @@ collect (rows played and scored) -> credit -> update -> weights to the engine ->
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from agent_r1.ranks.crew import Crew
+from agent_r1.ranks.crew import Crew, OneProcess
 from agent_r1.runs.metrics import Metrics
-from agent_r1.train.schedule import Schedule
 from agent_r1.types import CreditedTrajectory, Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Optimizer steps start+1 .. steps, or until the time is up. The last step is always evaluated and saved."""
+
+    start: int = 0
+    steps: int
+    eval_every: int
+    save_every: int
+    max_minutes: float | None = None
+
+    def start_clock(self, ranks: OneProcess) -> Callable[[], bool]:
+        """Start the clock; return a function that tells all ranks whether the time is up on rank 0."""
+        end = math.inf if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        return lambda: ranks.broadcast(time.monotonic() >= end)
 
 
 class Parts(Protocol):

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agent_r1.ranks.crew import Crew, OneProcess
 from agent_r1.runs.metrics import Metrics
 from agent_r1.train.async_loop import Rollout, train_async
-from agent_r1.train.schedule import Schedule
+from agent_r1.train.loop import Schedule
 from agent_r1.train.tickets import Ledger
 from agent_r1.types import CreditedTrajectory, Group, Step, StopReason, TaskRow, Trajectory
 
@@ -103,7 +103,7 @@ def run(parts: Fake, *, steps: int = 4, max_staleness: int = 1, eval_every: int 
     async def main() -> int:
         async with asyncio.timeout(20):  # instead of hanging
             schedule = Schedule(steps=steps, eval_every=eval_every, save_every=2, **settings)
-            return await train_async(parts, schedule, max_staleness=max_staleness)
+            return await train_async(cast(Any, parts), schedule, max_staleness=max_staleness)
 
     return asyncio.run(main())
 
@@ -199,7 +199,7 @@ def test_groups_in_play_end_before_an_evaluation() -> None:
 
 def test_the_time_limit_ends_the_run_and_leaves_tickets_open(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0, 0, 60, 60, 60])
-    monkeypatch.setattr("agent_r1.train.schedule.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("agent_r1.train.loop.time", SimpleNamespace(monotonic=lambda: next(now)))
     parts = Fake(turns=lambda ticket: 99 * (ticket == 5))
     assert run(parts, steps=9, max_minutes=1, eval_every=9) == 2
     assert important(parts)[-3:] == ["report 2", "evaluate 2", "save 2"]
@@ -259,7 +259,7 @@ def test_a_cancellation_while_the_learner_works_completes_the_step() -> None:
 
         parts.learn = slow  # type: ignore[method-assign]
         schedule = Schedule(steps=4, eval_every=2, save_every=2)
-        task = asyncio.create_task(train_async(parts, schedule, max_staleness=1))
+        task = asyncio.create_task(train_async(cast(Any, parts), schedule, max_staleness=1))
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -373,7 +373,7 @@ def test_a_rank_starts_the_group_it_has_claimed_although_its_share_has_shrunk() 
         def rollout(rank: int) -> Rollout:
             parts = Fake(turns=lambda ticket: 99 * (ticket != 3))
             parts.crew = ThreadCrew(Thread(rank, 2, threading.Barrier(2), {}), totals, lock)
-            return Rollout(parts=parts, steps=10, max_staleness=1)
+            return Rollout(parts=cast(Any, parts), steps=10, max_staleness=1)
 
         other, rank = rollout(0), rollout(1)
         other.fill(0)
@@ -428,7 +428,7 @@ def test_a_step_whose_observer_fails_is_saved() -> None:
 
 def test_no_group_starts_after_an_evaluation_that_used_up_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0, 0, 0, 60])
-    monkeypatch.setattr("agent_r1.train.schedule.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("agent_r1.train.loop.time", SimpleNamespace(monotonic=lambda: next(now)))
     parts = Fake()
     assert run(parts, steps=9, max_minutes=1, max_staleness=0) == 2
     assert parts.played == [0, 1, 2, 3]

@@ -9,8 +9,7 @@ import pytest
 
 from agent_r1.ranks.crew import Crew
 from agent_r1.runs.metrics import Metrics
-from agent_r1.train.loop import train
-from agent_r1.train.schedule import Schedule
+from agent_r1.train.loop import Schedule, train
 from agent_r1.types import CreditedTrajectory, Group, TaskRow
 
 ROW = TaskRow(prompt=[{"role": "user", "content": "?"}], row_id="r")
@@ -92,7 +91,7 @@ def test_the_step_in_which_the_time_runs_out_is_the_last(
     times: list[float], last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(times)
-    monkeypatch.setattr("agent_r1.train.schedule.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("agent_r1.train.loop.time", SimpleNamespace(monotonic=lambda: next(now)))
     parts = Fake()
     assert run(parts, steps=9, max_minutes=10) == last
     judged = [f"evaluate {last}", f"save {last}"]
