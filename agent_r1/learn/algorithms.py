@@ -7,7 +7,6 @@ estimator in `estimators.py` that feeds it, a name in `algorithm_names.py`, a ro
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -19,8 +18,7 @@ from agent_r1.algorithm_names import PAPERS, check_name
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.learn import estimators, losses
 from agent_r1.learn.credit import CreditFunction
-from agent_r1.learn.estimators import Share
-from agent_r1.learn.losses import LossOutput
+from agent_r1.learn.losses import LossOutput, Share
 
 LossFunction = Callable[..., LossOutput]
 Result = TypeVar("Result")
@@ -44,14 +42,6 @@ class Algorithm:
     sampling_rounds: PositiveInt = 1  # rounds of sampling until enough groups have different returns (DAPO)
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
     overlong_penalty: NonNegativeFloat = 0.0  # penalty of a response at its limit
-
-    def __post_init__(self) -> None:
-        for name, value in [*_settings_of(self.credit).items(), *_settings_of(self.loss).items()]:
-            if value != self.settings[name]:
-                raise ConfigError(
-                    f"algorithm {self.name!r}: setting {name!r} has two defaults, {value!r} and "
-                    f"{self.settings[name]!r}. Use one default, or rename one of the settings"
-                )
 
     @property
     def settings(self) -> dict[str, object]:
@@ -79,10 +69,9 @@ class Algorithm:
         return replace(self, credit=_bind(self.credit, checked), loss=_bind(self.loss, checked), **own)
 
     def _check(self, name: str, value: object, hint: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"algorithm {self.name!r}: setting {name}={value!r} is not a finite number")
+        adapter = TypeAdapter(hint, config={"allow_inf_nan": False})
         try:
-            return TypeAdapter(hint).validate_python(value, strict=True)  # strict takes 1 for 1.0, but not True or "1"
+            return adapter.validate_python(value, strict=True)  # strict takes 1 for 1.0, but not True or "1"
         except ValidationError as error:
             message = error.errors()[0]["msg"]
             raise ConfigError(f"algorithm {self.name!r}: setting {name}={value!r}: {message}") from None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from agent_r1.errors import ConfigError, DataError
@@ -124,110 +124,71 @@ def assign_credit(
         raise ConfigError(f"algorithm {algorithm.name!r}: pass values if and only if it has a critic")
     shaper = shaper or RewardShaper()
     kept = trainable(groups, algorithm, shaper)
-    if not shaper.by_role:
-        return _credit_batches([kept], algorithm, shaper, values, kl)
-    algorithm.require_credit_by_role()
-    batches, places = _split_roles(kept)
-    own_values = values and [Values(per_token=[values[n].per_token[k] for k in steps]) for n, steps in places]
-    own_kl = kl and [[kl[n][k] for k in steps] for n, steps in places]
     attempts = attempts_of(kept)
-    others_acted = [len(attempts[n].roles) > 1 for n, _ in places]
-    parts = _credit_batches(
-        batches, algorithm, shaper, own_values, own_kl, num_attempts=len(attempts), others_acted=others_acted
-    )
-    return _join_roles(attempts, places, parts)
-
-
-Place = tuple[int, list[int]]  # the position of an attempt, and which of its steps
-
-
-def _split_roles(groups: Sequence[Group]) -> tuple[list[list[Group]], list[Place]]:
-    """Return one batch per role, of attempts reduced to the role's steps, and the origin of each of these."""
-    batches, places = [], []
-    for role in dict.fromkeys(role for each in attempts_of(groups) for role in each.roles):
-        batch, first = [], 0
-        for group in groups:
-            parts = []
-            for number, attempt in enumerate(group.trajectories, first):
-                part = part_of(attempt, role)
-                if part.num_response_tokens:
-                    parts.append(part)
-                    places.append((number, [k for k, step in enumerate(attempt.steps) if step.role == role]))
-            first += len(group.trajectories)
-            if parts:
-                batch.append(replace(group, trajectories=parts))
-        batches.append(batch)
-    return batches, places
-
-
-def _join_roles(
-    attempts: Sequence[Trajectory], places: Sequence[Place], credited: Sequence[CreditedTrajectory]
-) -> list[CreditedTrajectory]:
-    """Merge the credit of the roles, step by step."""
-    joined: dict[str, list[list[Any]]] = {
-        name: [[[] for _ in attempt.steps] for attempt in attempts]
-        for name in ("advantages", "values", "value_targets")
-        if all(getattr(each, name) is not None for each in credited)
-    }
-    for (number, steps), part in zip(places, credited, strict=True):
-        for name, into in joined.items():
-            for k, numbers in zip(steps, getattr(part, name), strict=True):
-                into[number][k] = numbers
-    return [
-        CreditedTrajectory(trajectory=attempt, **{name: into[number] for name, into in joined.items()})
-        for number, attempt in enumerate(attempts)
-    ]
-
-
-def _credit_batches(
-    batches: Sequence[Sequence[Group]],
-    algorithm: Algorithm,
-    shaper: RewardShaper,
-    values: Sequence[Values] | None,
-    kl: Sequence[PerToken] | None,
-    *,
-    num_attempts: int | None = None,  # number of attempts, if the trajectories are parts of attempts
-    others_acted: Sequence[bool] | None = None,  # whether other roles acted, too; None: in no attempt
-) -> list[CreditedTrajectory]:
-    """Place the rewards of all batches together, and credit each batch on its own."""
-    groups = list(chain.from_iterable(batches))
-    attempts = attempts_of(groups)
-    greedy = _greedy_attempts(groups) if algorithm.needs_greedy else {}
+    if shaper.by_role:
+        algorithm.require_credit_by_role()
+    batches = _batches(kept, by_role=shaper.by_role)
+    parts = [part for batch in batches for group in batch for part in group]
+    greedy = _greedy_attempts(kept) if algorithm.needs_greedy else {}
     # Greedy attempts share the scale of the rewards, but get no KL penalty: they were not sampled.
-    before_kl = shaper.place([*attempts, *greedy.values()])
-    all_kl = None if kl is None else [*kl, *[None] * len(greedy)]
-    rewards = shaper.penalize(before_kl, all_kl, num_attempts=num_attempts)
-    baselines = dict(zip(greedy, map(total, rewards[len(attempts) :]), strict=True))
+    before_kl = shaper.place([*(part.trajectory for part in parts), *greedy.values()])
+    own_kl: list[PerToken | None] | None = None
+    if kl is not None:
+        own_kl = [*([kl[part.attempt][k] for k in part.steps] for part in parts), *[None] * len(greedy)]
+    rewards = shaper.penalize(before_kl, own_kl, num_attempts=len(attempts))
+    baselines = dict(zip(greedy, map(total, rewards[len(parts) :]), strict=True))
     scored = iter(
-        [
-            Scored(
-                trajectory=trajectory,
-                rewards=own,
-                before_kl=None if kl is None else unpenalized,
-                values=known,
-                others_acted=others,
-            )
-            for trajectory, own, unpenalized, known, others in zip(
-                attempts,
-                rewards[: len(attempts)],
-                before_kl[: len(attempts)],
-                [None] * len(attempts) if values is None else values,
-                [False] * len(attempts) if others_acted is None else others_acted,
-                strict=True,
-            )
-        ]
+        Scored(
+            trajectory=part.trajectory,
+            rewards=own,
+            before_kl=None if kl is None else unpenalized,
+            values=None if values is None else part.select(values[part.attempt]),
+            baseline=baselines.get(part.group),
+            others_acted=len(attempts[part.attempt].roles) > 1,
+        )
+        for part, own, unpenalized in zip(parts, rewards, before_kl, strict=False)
     )
-    nested = [
-        [replace(next(scored), baseline=baselines.get(number)) for _ in group.trajectories]
-        for number, group in enumerate(groups)
-    ]
-    groups_left = iter(nested)
-    return [item for batch in batches for item in _credit(list(islice(groups_left, len(batch))), algorithm.credit)]
+    nested = [[[next(scored) for _ in group] for group in batch] for batch in batches]
+    credited = [each for batch in nested if batch for each in _credit(batch, algorithm.credit)]
+    return _join(attempts, parts, credited) if shaper.by_role else credited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one batch credits of an attempt: all of it, or the steps of one role."""
+
+    group: int  # position of its group
+    attempt: int  # position among the attempts of all groups
+    steps: list[int]
+    trajectory: Trajectory  # reduced to these steps
+
+    def select(self, values: Values) -> Values:
+        return replace(values, per_token=[values.per_token[k] for k in self.steps])
+
+
+def _batches(groups: Sequence[Group], *, by_role: bool) -> list[list[list[_Part]]]:
+    """Return the parts of each group in each batch: one batch of whole attempts, or one per role. A part in which
+    nothing was sampled is left out."""
+    roles: list[str | None] = [*dict.fromkeys(role for each in attempts_of(groups) for role in each.roles)]
+    batches = []
+    for role in roles if by_role else [None]:
+        numbers, batch = count(), []
+        for index, group in enumerate(groups):
+            parts = [
+                _Part(
+                    group=index,
+                    attempt=next(numbers),
+                    steps=[k for k, step in enumerate(each.steps) if role is None or step.role == role],
+                    trajectory=each if role is None else part_of(each, role),
+                )
+                for each in group.trajectories
+            ]
+            batch.append([part for part in parts if part.trajectory.num_response_tokens])
+        batches.append(list(filter(None, batch)))
+    return batches
 
 
 def _credit(groups: list[list[Scored]], credit: CreditFunction) -> list[CreditedTrajectory]:
-    if not groups:
-        return []
     try:
         return [
             CreditedTrajectory(
@@ -242,6 +203,25 @@ def _credit(groups: list[list[Scored]], credit: CreditFunction) -> list[Credited
     except ValueError as error:  # most likely it returned too many or too few numbers
         name = getattr(getattr(credit, "func", credit), "__name__", repr(credit))
         raise DataError(f"credit function {name!r}: {error}") from error
+
+
+def _join(
+    attempts: Sequence[Trajectory], parts: Sequence[_Part], credited: Sequence[CreditedTrajectory]
+) -> list[CreditedTrajectory]:
+    """Merge the credit of the roles, step by step."""
+    joined: dict[str, list[list[Any]]] = {
+        name: [[[] for _ in attempt.steps] for attempt in attempts]
+        for name in ("advantages", "values", "value_targets")
+        if all(getattr(each, name) is not None for each in credited)
+    }
+    for name, into in joined.items():
+        for part, own in zip(parts, credited, strict=True):
+            for k, numbers in zip(part.steps, getattr(own, name), strict=True):
+                into[part.attempt][k] = numbers
+    return [
+        CreditedTrajectory(trajectory=attempt, **{name: into[number] for name, into in joined.items()})
+        for number, attempt in enumerate(attempts)
+    ]
 
 
 def _greedy_attempts(groups: Sequence[Group]) -> dict[int, Trajectory]:

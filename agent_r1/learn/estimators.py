@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from agent_r1.learn.advantages import (
@@ -26,13 +26,13 @@ from agent_r1.learn.advantages import (
     standardize,
 )
 from agent_r1.learn.credit import Credit, Scored, ScoredGroups
+from agent_r1.learn.losses import Share
 from agent_r1.learn.rewards import differ_by_rounding
 from agent_r1.types import Trajectory
 from agent_r1.vision.pictures import Picture, added_pictures
 
 Scale = Literal["group", "batch", "none"]  # the standard deviation that differences are divided by
 Level = Literal["step", "token"]  # what counts as one decision
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 # Trajectory level: one number for all tokens.

@@ -28,10 +28,10 @@ from agent_r1.learn.batch.minibatch import (
     mismatch_report,
     prepare,
     reshuffle,
+    share_out,
     with_own_logprobs,
 )
 from agent_r1.learn.batch.packs import Pack, merge_steps, nested, split_evenly
-from agent_r1.learn.batch.share import share_out
 from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.credit import Values
@@ -44,6 +44,7 @@ from agent_r1.ranks.crew import OneProcess
 from agent_r1.text import first_names
 from agent_r1.types import ByRole, CreditedTrajectory, PerToken, Trajectory
 
+NORMS = {"optimizer": "grad_norm", "critic_optimizer": "critic_grad_norm"}  # metric for the norm of its gradient
 Outcome = Literal["taken", "nonfinite", "too_far"]  # how an optimizer step ended
 
 
@@ -98,20 +99,14 @@ class Learner:
         settings |= {"offload": self.offload_optimizer, "eight_bit": self.eight_bit_optimizer}
         settings["max_grad_norm"] = self.max_grad_norm
         trained = [p for p in self.policy.model.parameters() if p.requires_grad]
-        self._optimizer = Optimizer(trained, lr=self.lr, schedule=self.schedule, **settings)
-        self._critic_optimizer: Optimizer | None = None
+        self.optimizers = {"optimizer": Optimizer(trained, lr=self.lr, schedule=self.schedule, **settings)}
         if self.critic is not None:
             settings |= {"lr": self.critic.lr, "schedule": self.critic.schedule or self.schedule}
-            self._critic_optimizer = Optimizer(self.critic.parameters, **settings)
+            self.optimizers["critic_optimizer"] = Optimizer(self.critic.parameters, **settings)
 
     @property
     def optimizer_steps(self) -> int:
-        return self._optimizer.steps
-
-    @property
-    def _pack_budget(self) -> int:
-        """Tokens of a pack. 1 gives every segment a pack of its own."""
-        return self.max_tokens_per_pack if self.policy.packs else 1
+        return self.optimizers["optimizer"].steps
 
     @property
     def is_warming_up(self) -> bool:
@@ -126,7 +121,7 @@ class Learner:
         parts = split_evenly(range(len(credited)), self.num_minibatches)
         batches = [self._with_old_logprobs(self._prepare(credited, part)) for part in parts]
         filled = [batch for batch in batches if batch.num_segments]
-        planned = self._optimizer.planned + self.num_epochs * self.num_minibatches
+        planned = self.optimizers["optimizer"].planned + self.num_epochs * self.num_minibatches
         tally, skipped, dropped = Tally(), 0, 0
         self.noted = {}
         for number, batch in enumerate(self._passes(credited, batches)):
@@ -138,7 +133,7 @@ class Learner:
             if outcome == "too_far":
                 dropped = self.num_epochs * len(parts) - number
                 break
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.planned = planned
         metrics = tally.metrics() if filled else {"loss": 0.0, "grad_norm": 0.0}
         laid_out = layout([part for batch in filled for part in batch.packs])
@@ -149,7 +144,7 @@ class Learner:
         if self.target_kl is not None:
             metrics["kl_dropped_updates"] = float(dropped)
         return metrics | {
-            "lr": self._optimizer.lr,
+            "lr": self.optimizers["optimizer"].lr,
             "optimizer_steps": float(self.optimizer_steps),
             "skipped_updates": float(skipped),
             "nonfinite_updates": float(self.nonfinite_updates),
@@ -173,7 +168,7 @@ class Learner:
             model.release()
 
     def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     @torch.no_grad()
@@ -208,36 +203,40 @@ class Learner:
         """Everything except the policy's weights. As usual in torch, tensors are live: save before the next update."""
         return {
             "adapter": self.policy.adapter_state(),
-            "optimizer": self._optimizer.state_dict(),
             "updates": self.updates,
             "nonfinite_updates": self.nonfinite_updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
             "critic": self.critic.state_dict() if self.critic is not None else None,
-            "critic_optimizer": self._critic_optimizer.state_dict() if self._critic_optimizer is not None else None,
+            **{name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_adapter_state(state.get("adapter"))  # older states do not have it
-        self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         self.nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
         if (state["critic"] is None) != (self.critic is None):
             raise ConfigError("only one of saved state and learner has a critic: continue with the saved algorithm")
-        if self.critic is not None and self._critic_optimizer is not None:
+        if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
-            self._critic_optimizer.load_state_dict(state["critic_optimizer"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state[name])
 
     @property
     def _packing(self) -> dict[str, Any]:
-        return {"device": self.policy.device, "prefix_sharing": self.prefix_sharing, "pictures": self.policy.pictures}
+        return {
+            "max_tokens": self.max_tokens_per_pack if self.policy.packs else 1,  # 1: a pack for every segment
+            "device": self.policy.device,
+            "prefix_sharing": self.prefix_sharing,
+            "pictures": self.policy.pictures,
+        }
 
     def _query(
         self, trajectories: Sequence[Trajectory], model: Callable[[Pack], Tensor], supports: Supports | None = None
     ) -> Tensor:
         """One number per response token, computed without a gradient."""
         rows, segments = [trajectory.row_id for trajectory in trajectories], merge_steps(trajectories)
-        share = share_out(segments, rows, self.ranks, self._pack_budget, supports=supports, **self._packing)
+        share = share_out(segments, rows, self.ranks, supports=supports, **self._packing)
         empty_R = torch.empty(sum(t.num_response_tokens for t in trajectories), device=self.policy.device)
         column_R = share.column(model, empty_R)
         self.release()
@@ -263,7 +262,6 @@ class Learner:
         chosen = [credited[position] for position in positions]
         return prepare(
             chosen,
-            max_tokens=self._pack_budget,
             ranks=ranks or self.ranks,
             keep_idle=self._regularizes or self.critic is not None,
             supports=supports_of([item.trajectory for item in chosen], temperature=self.temperature),
@@ -315,13 +313,7 @@ class Learner:
         """Whether the KL of this mini-batch, over all ranks, is above `target_kl`."""
         if self.target_kl is None or self.is_warming_up:
             return False
-        if "approx_kl" not in step.sums:
-            raise ConfigError("target_kl needs a loss that reports approx_kl, such as one with a ratio")
         return step.sums["approx_kl"] > self.target_kl * step.tokens
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return [self._optimizer, *([] if self._critic_optimizer is None else [self._critic_optimizer])]
 
     @property
     def _models(self) -> list[PolicyModel | Critic]:
@@ -336,9 +328,8 @@ class Learner:
         if there is nothing to learn from: Adam's momentum alone would move the weights."""
         is_shared = self.critic is not None and self.critic.shared
         moves_policy = (batch.has_advantages or is_shared or self._regularizes) and not self.is_warming_up
-        policy = {"grad_norm": self._optimizer} if moves_policy else {}
-        critic = {} if self._critic_optimizer is None else {"critic_grad_norm": self._critic_optimizer}
-        return policy | critic
+        active = {NORMS[name]: optimizer for name, optimizer in self.optimizers.items()}
+        return {name: active[name] for name in active if moves_policy or name != "grad_norm"}
 
     def _pack_loss(self, part: Pack, batch: MiniBatch, *, critic_alone: bool) -> tuple[LossOutput, Tensor]:
         """This pack's share of the loss, and its log-probs to find the culprit if it is not finite."""

@@ -89,9 +89,12 @@ def estimate(learner: Learner, *, longest: int | None = None, may_checkpoint: bo
         torch.cuda.empty_cache()
         measured = least_room(learner)
     assert measured is not None
-    if longest is not None:
-        learner.max_tokens_per_pack = fitting_pack(measured, wanted=learner.max_tokens_per_pack, longest=longest)
-    return check_fits(fixed, measured, max_tokens_per_pack=learner.max_tokens_per_pack) + choice
+    size = learner.max_tokens_per_pack = fitting_pack(fixed, measured, learner.max_tokens_per_pack, longest)
+    return (
+        f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to "
+        f"{measured.tokens_that_fit} tokens fit ({size} allowed); first pass {measured.first_seconds:.1f} s, next "
+        f"{measured.second_seconds:.2f} s{choice}"
+    )
 
 
 def least_room(learner: Learner, *, may_fail: bool = False) -> Measured | None:
@@ -119,8 +122,8 @@ def fixed_bytes(learner: Learner) -> dict[str, int]:
     reference = [p for p in learner.reference.model.parameters() if id(p) not in seen] if learner.reference else []
     return {
         "weights": size_of(policy.parameters()),
-        "gradients": sum(size_of(optimizer.parameters) for optimizer in learner.optimizers),
-        "optimizer": sum(optimizer.state_bytes for optimizer in learner.optimizers),
+        "gradients": sum(size_of(optimizer.parameters) for optimizer in learner.optimizers.values()),
+        "optimizer": sum(optimizer.state_bytes for optimizer in learner.optimizers.values()),
         "reference": size_of(reference),
         "critic": size_of(others),  # weights only; its gradients and optimizer state are counted above
     }
@@ -140,35 +143,21 @@ def readable(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def check_fits(fixed: str, measured: Measured, *, max_tokens_per_pack: int) -> str:
-    """Describe the memory in one line. Raises `ConfigError` if a pack of the allowed size does not fit."""
+def fitting_pack(fixed: str, measured: Measured, wanted: int, longest: int | None) -> int:
+    """Tokens of a pack: as many as wanted, or fewer if only those fit and `longest` is given. A segment of `longest`
+    tokens is never cut."""
     fitting = measured.tokens_that_fit
-    if fitting < max_tokens_per_pack:
-        raise ConfigError(
-            f"learner.max_tokens_per_pack={max_tokens_per_pack} does not fit into the GPU's memory: there is room for "
-            f"{fitting} tokens, at {readable(measured.bytes_per_token)} each, beside {fixed} and the engine's cache. "
-            f"Lower it; {SAVINGS}{held_by_others(measured.elsewhere)}"
-        )
-    return (
-        f"learner memory: {fixed}; {readable(measured.bytes_per_token)} per token, so packs of up to {fitting} tokens "
-        f"fit ({max_tokens_per_pack} allowed); first pass {measured.first_seconds:.1f} s, next "
-        f"{measured.second_seconds:.2f} s"
-    )
-
-
-def fitting_pack(measured: Measured, *, wanted: int, longest: int) -> int:
-    """Tokens of a pack: as many as wanted, or fewer if only those fit. A segment of `longest` tokens is never cut."""
-    fitting = measured.tokens_that_fit
-    if fitting < longest:
+    if fitting < (longest or wanted):
+        asked, more = f"learner.max_tokens_per_pack={wanted}", ""
+        if longest is not None:
+            asked = f"an episode may have {longest} (rollout.max_context_tokens)"
+            more = ". If no episode gets that long, set learner.max_tokens_per_pack"
         raise ConfigError(
             f"the GPU's memory has room for packs of {fitting} tokens, at {readable(measured.bytes_per_token)} each, "
-            f"but an episode may have {longest} (rollout.max_context_tokens). Lower that or engine.gpu_memory_share; "
-            f"{SAVINGS}. If no episode gets that long, set learner.max_tokens_per_pack"
-            f"{held_by_others(measured.elsewhere)}"
+            f"beside {fixed} and the engine's cache, but {asked}. Lower that or engine.gpu_memory_share; {SAVINGS}"
+            f"{more}{held_by_others(measured.elsewhere)}"
         )
-    if fitting >= wanted:
-        return wanted
-    return max(longest, fitting // ROUND_TOKENS * ROUND_TOKENS)
+    return wanted if longest is None or fitting >= wanted else max(longest, fitting // ROUND_TOKENS * ROUND_TOKENS)
 
 
 def held_by_others(size: int) -> str:
@@ -197,7 +186,7 @@ def measure(learner: Learner) -> Measured:
     return Measured(
         bytes_per_token=slope,
         bytes_once=once,
-        bytes_in_step=max(optimizer.step_bytes for optimizer in learner.optimizers),
+        bytes_in_step=max(optimizer.step_bytes for optimizer in learner.optimizers.values()),
         available=available,
         elsewhere=_elsewhere(learner.policy.device),
         first_seconds=sum(each.seconds for each in first),
@@ -255,7 +244,7 @@ def _available(learner: Learner) -> int:
     features += MAX_CACHED_BYTES if learner.policy.pictures is not None else 0  # the engine's
     torch.cuda.empty_cache()  # memory cached for CUDA graphs, such as an engine's, is not for packs
     free, total = torch.cuda.mem_get_info(device)
-    missing = sum(optimizer.state_bytes for optimizer in learner.optimizers if not optimizer.has_state)
+    missing = sum(optimizer.state_bytes for optimizer in learner.optimizers.values() if not optimizer.has_state)
     return int(free - missing - features - RESERVE * total)
 
 

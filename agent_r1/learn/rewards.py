@@ -13,7 +13,7 @@ pieces of state are saved with the run: the running scale of process rewards and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -81,22 +81,24 @@ def overlong_penalties(trajectory: Trajectory, *, limit: ByRole, buffer: float, 
 
 
 @dataclass(slots=True)
-class RunningStd:
-    """Standard deviation of all values so far (Welford), so that one odd batch cannot change the scale much."""
+class RunningMoments:
+    """Mean and standard deviation of all values so far (Welford), so that one odd batch cannot change a scale much."""
 
     count: int = 0
     mean: float = 0.0
-    squares: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        delta = value - self.mean
-        self.mean += delta / self.count
-        self.squares += delta * (value - self.mean)
+    def add(self, values: Iterable[float]) -> None:
+        for value in values:
+            self.count += 1
+            delta = value - self.mean
+            self.mean += delta / self.count
+            self.squares += delta * (value - self.mean)
 
-    @property
-    def value(self) -> float:
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+    def std(self, *, correction: int) -> float:
+        """Divided by the count minus `correction`, as in torch; 1 while all values are equal up to rounding."""
+        std = math.sqrt(self.squares / max(1, self.count - correction))
+        return std if std > TINY else 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +127,7 @@ class RewardShaper:
     overlong_buffer: float = 0.0  # share of the limit in which the penalty grows
     overlong_penalty: float = 0.0
     kl: KLInReward | None = None
-    running: RunningStd = field(default_factory=RunningStd)
+    running: RunningMoments = field(default_factory=RunningMoments)
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last batch
 
     def __call__(self, batch: Sequence[Trajectory], kl: Sequence[PerToken | None] | None = None) -> list[PerToken]:
@@ -135,8 +137,7 @@ class RewardShaper:
     def place(self, batch: Sequence[Trajectory]) -> list[PerToken]:
         """Put all rewards on their tokens, before a KL penalty."""
         process = [process_rewards(trajectory) for trajectory in batch]
-        fixed = FIXED_SCALES.get(self.process)
-        scale = self.process_weight * (BATCH_SCALES[self.process](process, self.running) if fixed is None else fixed)
+        scale = self.process_weight * process_scale(self.process, process, self.running)
         is_paid = any(value for placed in process for step in placed for value in step)
         self.metrics = {"process_scale": scale} if is_paid else {}
         overlong = partial(
@@ -183,7 +184,7 @@ class RewardShaper:
         return {"running": asdict(self.running), "kl_coef": None if self.kl is None else self.kl.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.running = RunningStd(**state["running"])
+        self.running = RunningMoments(**state["running"])
         if self.kl is not None and state["kl_coef"] is not None:
             self.kl.coef = state["kl_coef"]
 
@@ -217,23 +218,19 @@ def is_valid(trajectory: Trajectory) -> bool:
     return not trajectory.stop.is_failure and trajectory.num_response_tokens > 0
 
 
-def _by_largest_return(process: Sequence[PerToken], running: RunningStd) -> float:
-    """The published scale: one over the largest absolute sum of process rewards from any token to its episode's end."""
-    return 1.0 / (max((abs(value) for placed in process for value in _sums_to_end(placed)), default=0.0) + TINY)
-
-
-def _by_running_std(process: Sequence[PerToken], running: RunningStd) -> float:
-    for placed in process:
-        for value in _sums_to_end(placed):
-            running.add(value)
-    return 1.0 / running.value if running.value > TINY else 1.0
-
-
 FIXED_SCALES: dict[ProcessScaling, float] = {"raw": 1.0, "ignored": 0.0}
-BATCH_SCALES: dict[ProcessScaling, Callable[[Sequence[PerToken], RunningStd], float]] = {
-    "largest_return": _by_largest_return,
-    "running_std": _by_running_std,
-}
+
+
+def process_scale(kind: ProcessScaling, process: Sequence[PerToken], running: RunningMoments) -> float:
+    """The factor of process rewards. Two kinds depend on the sums of process rewards from any token to the end of its
+    episode: one over the largest absolute sum of the batch, as published, or over the deviation of all sums so far."""
+    if kind in FIXED_SCALES:
+        return FIXED_SCALES[kind]
+    sums = [value for placed in process for value in _sums_to_end(placed)]
+    if kind == "largest_return":
+        return 1.0 / (max(map(abs, sums), default=0.0) + TINY)
+    running.add(sums)
+    return 1.0 / running.std(correction=1)
 
 
 def _put(placed: PerToken, index: int, amount: float, at: int = -1) -> None:

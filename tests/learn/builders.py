@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from agent_r1.learn.algorithms import get_algorithm
+from agent_r1.learn.batch.minibatch import Share
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack, step_sizes
-from agent_r1.learn.batch.share import Share
 from agent_r1.learn.credit import assign_credit, attempts_of, trainable
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.losses import Correction

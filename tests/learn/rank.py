@@ -215,7 +215,9 @@ def wait_for(path: Path) -> Path:
 def sizes(learner: Learner) -> dict[str, int]:
     """Numbers that this rank holds: parameters and Adam's moments."""
     models = [learner.policy.model, *([learner.critic.backbone.model] if learner.critic else [])]
-    moments = [s[key] for o in learner.optimizers for s in o._adam.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        s[key] for o in learner.optimizers.values() for s in o._adam.state.values() for key in ("exp_avg", "exp_avg_sq")
+    ]
     return {
         "parameters": sum(local(p).numel() for model in models for p in model.parameters()),
         "moments": sum(local(moment).numel() for moment in moments),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from agent_r1.compute.compiling import repeated_layers
 from agent_r1.errors import ConfigError
 from agent_r1.learn.memory import line_through, synthetic_batch
-from agent_r1.learn.model.chunked_mlp import chunk_mlps
+from agent_r1.learn.model.layers import chunk_mlps
 from agent_r1.learn.model.lora import LoRA
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import learner_for, tiny_model

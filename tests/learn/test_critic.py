@@ -13,9 +13,9 @@ from torch import Tensor
 
 from agent_r1.errors import ConfigError
 from agent_r1.learn.learner import Learner
-from agent_r1.learn.model.critic import Critic, RunningMoments, explained_variance, with_last_state
+from agent_r1.learn.model.critic import Critic, explained_variance, with_last_state
 from agent_r1.learn.model.policy import PolicyModel
-from agent_r1.learn.rewards import zeros
+from agent_r1.learn.rewards import RunningMoments, zeros
 from agent_r1.types import CreditedTrajectory, Group, StopReason, Trajectory
 from tests.learn.builders import (
     credit_for,
@@ -325,15 +325,16 @@ def worth(prompt: int, target: float, value: float = 0.0) -> CreditedTrajectory:
 
 def test_running_moments_are_those_of_all_numbers_at_once() -> None:
     numbers, moments = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0]), RunningMoments()
-    assert (moments.mean, moments.std) == (0.0, 1.0)
+    assert (moments.mean, moments.std(correction=0)) == (0.0, 1.0)
     for part in (*numbers.split([2, 3]), torch.empty(0)):
-        moments.add(part)
+        moments.add(part.tolist())
     assert moments.count == 5
     assert moments.mean == pytest.approx(float(numbers.mean()))
-    assert moments.std == pytest.approx(float(numbers.std(correction=0)))
+    for correction in (0, 1):
+        assert moments.std(correction=correction) == pytest.approx(float(numbers.std(correction=correction)))
     equal = RunningMoments()
-    equal.add(torch.full((3,), 7.0))
-    assert (equal.mean, equal.std) == (7.0, 1.0)  # there is no unit to measure in
+    equal.add([7.0] * 3)
+    assert (equal.mean, equal.std(correction=1)) == (7.0, 1.0)  # there is no unit to measure in
 
 
 def test_normalised_targets_move_the_unit_and_not_the_values() -> None:
@@ -347,7 +348,7 @@ def test_normalised_targets_move_the_unit_and_not_the_values() -> None:
     before = learner.values(attempts)
     critic.note_targets([worth(1, 90.0), worth(2, 110.0)])
     assert critic.returns is not None
-    assert (critic.returns.mean, critic.returns.std) == (100.0, 10.0)
+    assert (critic.returns.mean, critic.returns.std(correction=0)) == (100.0, 10.0)
     for old, new in zip(before, learner.values(attempts), strict=True):
         assert new.per_token[0] == pytest.approx(old.per_token[0], abs=1e-4)
     # V = 100 + 10 * head, also by definition

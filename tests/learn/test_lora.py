@@ -54,7 +54,7 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(family: str) ->
     policy, plain = adapted(family), PolicyModel(tiny_model(family, seed=9))
     assert policy.weights().keys() == plain.weights().keys()
     assert {name: w.shape for name, w in policy.weights().items()} == {n: w.shape for n, w in plain.weights().items()}
-    plain.load_weights(policy.weights())
+    plain.load_trained_state(policy.weights())
     torch.testing.assert_close(logprobs(plain), logprobs(policy), rtol=0, atol=1e-5)
     assert (logprobs(policy) - logprobs(PolicyModel(tiny_model(family)))).abs().max() > 0.1
 

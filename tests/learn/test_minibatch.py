@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from agent_r1.learn.batch.minibatch import MiniBatch, culprits, layout, prepare, with_own_logprobs
+from agent_r1.learn.batch.minibatch import MiniBatch, Share, assign_rows, culprits, layout, prepare, with_own_logprobs
 from agent_r1.learn.batch.packs import Pack, Segment
-from agent_r1.learn.batch.share import Share, assign_rows
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory
 from tests.learn.builders import correction, random_credited, step, trajectory

@@ -11,21 +11,20 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from agent_r1.learn.rewards import (
-    BATCH_SCALES,
-    FIXED_SCALES,
     KLInReward,
     ProcessScaling,
     RewardShaper,
-    RunningStd,
+    RunningMoments,
     outcome_rewards,
     overlong_penalties,
     process_rewards,
+    process_scale,
 )
 from agent_r1.types import PerToken, ToolCallRecord, Trajectory
 from tests.learn.builders import steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, call, episode, flat
 
-SCALINGS = (*FIXED_SCALES, *BATCH_SCALES)
+SCALINGS = get_args(ProcessScaling)
 
 
 def one_step(size: int, reward: float, *calls: ToolCallRecord) -> Trajectory:
@@ -125,7 +124,7 @@ def test_without_a_penalty_no_response_is_too_long() -> None:
 def test_the_published_scale_is_the_largest_absolute_sum_to_the_end() -> None:
     # to the end from each token: 1 - 3 + 1 = -1, -2, 1 and 2, 2; the largest without sign is 2
     def scale(*batch: PerToken) -> float:
-        return BATCH_SCALES["largest_return"](batch, RunningStd())
+        return process_scale("largest_return", batch, RunningMoments())
 
     assert scale([[1.0, -3.0], [1.0]], [[0.0, 2.0]]) == pytest.approx(1 / 2)
     assert scale([[1.0, -4.0], [1.0]], [[0.0, 2.0]]) == pytest.approx(1 / 3)
@@ -167,10 +166,9 @@ def test_the_running_scale_is_one_over_the_deviation_of_all_sums_to_the_end() ->
 
 def test_the_running_deviation_survives_a_large_offset() -> None:
     # the textbook sum of squares minus squared mean would give 0 or NaN here
-    running = RunningStd()
-    for number in (1e9, 1e9 + 1, 1e9 + 2):
-        running.add(number)
-    assert running.value == pytest.approx(1.0)
+    running = RunningMoments()
+    running.add([1e9, 1e9 + 1, 1e9 + 2])
+    assert running.std(correction=1) == pytest.approx(1.0)
 
 
 def test_a_saved_shaper_goes_on_as_if_never_stopped() -> None:

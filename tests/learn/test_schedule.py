@@ -71,7 +71,7 @@ def test_the_critic_has_the_schedule_of_the_learner_unless_it_has_its_own() -> N
         made = []
         for _ in range(5):
             learner.update(credited)
-            made += [tuple(optimizer.lr for optimizer in learner.optimizers)]
+            made += [tuple(optimizer.lr for optimizer in learner.optimizers.values())]
         assert [policy_lr for policy_lr, _ in made] == pytest.approx([0.0, 0.0, 2.5e-4, 5.0e-4, 7.5e-4])
         return [critic_lr for _, critic_lr in made]
 
@@ -91,4 +91,4 @@ def test_a_restored_learner_goes_on_with_the_schedule_where_it_was() -> None:
     older = learner.state_dict()
     del older["optimizer"]["planned"]  # as it was saved before there was a plan
     restored.load_state_dict(older)
-    assert restored.optimizers[0].planned == learner.optimizer_steps
+    assert restored.optimizers["optimizer"].planned == learner.optimizer_steps

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from agent_r1.backends.verl.inside.losses import COUNTS, MAX, POLICY_COLUMNS, POLICY_EXTRAS, SHARE, SUM, VALUE_COLUMNS
 from agent_r1.backends.verl.rows import RowBatch
-from agent_r1.learn.batch.minibatch import MiniBatch
+from agent_r1.learn.batch.minibatch import MiniBatch, Share, share_out
 from agent_r1.learn.batch.packs import merge_steps
-from agent_r1.learn.batch.share import Share, share_out
 from agent_r1.learn.batch.support import Supports
 from agent_r1.learn.learner import Learner, Outcome
 from agent_r1.learn.losses import ratio_report
@@ -121,11 +120,11 @@ class VerlLearner(Learner):
     _tokens_sent: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        policy: Any = RemoteOptimizer(base_lr=self.lr, schedule=self.schedule)
-        self._optimizer, self._critic_optimizer = policy, None
+        optimizers: Any = {"optimizer": RemoteOptimizer(base_lr=self.lr, schedule=self.schedule)}
         if self.critic is not None:
-            critic: Any = RemoteOptimizer(base_lr=self.critic.lr, schedule=self.critic.schedule or self.schedule)
-            self._critic_optimizer = critic
+            schedule = self.critic.schedule or self.schedule
+            optimizers["critic_optimizer"] = RemoteOptimizer(base_lr=self.critic.lr, schedule=schedule)
+        self.optimizers = optimizers
 
     def update(self, credited: Sequence[CreditedTrajectory]) -> dict[str, float]:
         self._passes_made, self._tokens_sent = 0.0, 0
@@ -141,28 +140,24 @@ class VerlLearner(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but weights and moments, which verl saves."""
-        critic = self._critic_optimizer
         return {
-            "optimizer": self._optimizer.state_dict(),
-            "critic_optimizer": None if critic is None else critic.state_dict(),
+            **{name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "updates": self.updates,
             "nonfinite_updates": self.nonfinite_updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self._critic_optimizer is not None:
-            self._critic_optimizer.load_state_dict(state["critic_optimizer"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state[name])
         self.updates = state["updates"]
         self.nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
 
     def _query(self, trajectories: Sequence[Trajectory], model: Any, supports: Supports | None = None) -> Tensor:
-        settings: dict[str, Any] = {"device": self.policy.device, "supports": supports}
         names = [trajectory.row_id for trajectory in trajectories]
-        share = self._on_workers(share_out(merge_steps(trajectories), names, self.ranks, self._pack_budget, **settings))
-        return share.column(model, torch.empty(sum(t.num_response_tokens for t in trajectories)))
+        share = share_out(merge_steps(trajectories), names, self.ranks, supports=supports, **self._packing)
+        return self._on_workers(share).column(model, torch.empty(sum(t.num_response_tokens for t in trajectories)))
 
     def _prepare(
         self, credited: Sequence[CreditedTrajectory], positions: Sequence[int], ranks: OneProcess | None = None

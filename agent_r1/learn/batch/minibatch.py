@@ -1,4 +1,7 @@
-"""A mini-batch: what one optimizer step trains on, laid out in packs and columns.
+"""A mini-batch: what one optimizer step trains on, laid out in packs and columns, and a rank's share of it.
+
+With sharded weights every forward and backward pass is a collective operation, so all ranks must make the same number
+of passes. A rank with fewer packs makes up for them with tiny packs of weight 0. Nothing here knows models.
 
 Shape suffixes: R = response tokens of the mini-batch, T = trained tokens of a pack.
 """
@@ -22,14 +25,15 @@ from agent_r1.learn.batch.packs import (
     column_with_gaps,
     merge_steps,
     nested,
+    pack,
     step_sizes,
     trajectory_sizes,
 )
-from agent_r1.learn.batch.share import Share, share_out
 from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
+FILLER = Segment(trajectory_id=0, token_ids=[0] * 4, trained=[1, 2, 3], columns=[0] * 3, step_indices=[0] * 3)
 NOTES = ("ratios", "entropies")  # per token: new to old probability in the loss; entropy of its distribution
 
 
@@ -132,7 +136,7 @@ def prepare(
     segments = [segment for segment in merge_steps(trajectories) if matters(segment)]
     rows = [trajectory.row_id for trajectory in trajectories]
     return MiniBatch(
-        share=share_out(segments, rows, ranks, max_tokens, device=device, **settings),
+        share=share_out(segments, rows, ranks, max_tokens=max_tokens, device=device, **settings),
         columns=columns.to(device),
         counts=Counts(
             tokens=len(advantages),
@@ -242,3 +246,54 @@ def culprits(batch: MiniBatch, logprobs: Sequence[Tensor]) -> list[str]:
             suspect_T = suspect_T + columns.values_R + columns.targets_R.nan_to_num(0.0, math.inf, -math.inf)
         bad.update(part.trajectory_ids_T[~suspect_T.isfinite()].tolist())
     return [batch.trajectory_names[i] for i in sorted(bad)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    packs: list[Pack]
+    fillers: list[Pack]
+    ranks: OneProcess
+
+    def column(self, model: Callable[[Pack], Tensor], like_R: Tensor) -> Tensor:
+        """Run a model on the packs of all ranks and put its numbers into a column like `like_R`; NaN for tokens in none
+        of the packs."""
+        result_R = torch.full_like(like_R, float("nan"))
+        for part in self.packs:
+            result_R[part.columns_T] = model(part).float()
+        for part in self.fillers:
+            model(part)
+        return self.exchange(result_R)
+
+    def exchange(self, column_R: Tensor) -> Tensor:
+        """Complete a column with the numbers of the other ranks at their tokens."""
+        if self.ranks.size > 1:
+            indices = [part.columns_T for part in self.packs]
+            index = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64, device=column_R.device)
+            for theirs, numbers in self.ranks.gather((index.cpu(), column_R[index].cpu())):
+                column_R[theirs.to(column_R.device)] = numbers.to(column_R.device)
+        return column_R
+
+
+def share_out(
+    segments: Sequence[Segment], rows: Sequence[str], ranks: OneProcess, *, max_tokens: int, **settings: Any
+) -> Share:
+    """Pack the segments of this rank's rows. `rows` has the row of each trajectory; `settings` are for `pack`."""
+    owners = assign_rows(segments, rows, ranks.size)
+    packs = pack([s for s in segments if owners[rows[s.trajectory_id]] == ranks.rank], max_tokens, **settings)
+    missing = max(ranks.gather(len(packs))) - len(packs)
+    fillers = pack([FILLER], max_tokens, device=settings["device"]) * missing if missing else []
+    return Share(packs=packs, fillers=fillers, ranks=ranks)
+
+
+def assign_rows(segments: Sequence[Segment], rows: Sequence[str], size: int) -> dict[str, int]:
+    """The rank of each row: large rows first, each to the rank with the fewest tokens so far. Attempts at a row stay
+    together, so that they can share a prefix."""
+    tokens: dict[str, int] = {}
+    for segment in segments:
+        row = rows[segment.trajectory_id]
+        tokens[row] = tokens.get(row, 0) + len(segment.token_ids)
+    owners, loads = {}, [0] * size
+    for row in sorted(tokens, key=lambda row: -tokens[row]):  # stable: rows of equal size stay in order
+        owners[row] = loads.index(min(loads))
+        loads[owners[row]] += tokens[row]
+    return owners

@@ -171,12 +171,8 @@ def pack(
     bins = first_fit([_room([ids[index] for index in tree]) for tree in trees], max_tokens)
     if pictures is None and any(segment.pictures for segment in segments):
         raise DataError("the trajectories show pictures, but the model takes text only")
-    packs = []
-    for members in bins:
-        chosen = [trees[index] for index in members]
-        made = _to_pack(chosen, segments, ids, supports)
-        packs.append(made if pictures is None else _with_pictures(made, chosen, segments, ids, pictures))
-    return [each.to(device) for each in packs]
+    chosen = [[trees[index] for index in members] for members in bins]
+    return [_to_pack(members, segments, ids, supports, pictures).to(device) for members in chosen]
 
 
 def _room(tree: Sequence[IntArray]) -> int:
@@ -185,25 +181,40 @@ def _room(tree: Sequence[IntArray]) -> int:
 
 
 def _to_pack(
-    trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray], supports: Supports | None
+    trees: list[list[int]],
+    segments: Sequence[Segment],
+    ids: list[IntArray],
+    supports: Supports | None,
+    form: PictureFormat | None,
 ) -> Pack:
     rows = lay_out([[ids[index] for index in tree] for tree in trees])
-    members = [segments[index] for tree in trees for index in tree]
+    order = list(chain(*trees))
+    members = [segments[index] for index in order]
     trained = [np.asarray(segment.trained, dtype=np.int64) for segment in members]
     columns = np.concatenate([np.asarray(segment.columns) for segment in members])
+    positions, sight = rows.depths_N, None
+    if form is not None:
+        # Segments that share a row also share all that comes before it, so they agree on its position.
+        given = [form.positions(ids[index], segments[index].pictures) for index in order]
+        positions = np.zeros((len(given[0]), len(rows.token_ids_N)), np.int64)
+        for path, positions_AL in zip(rows.paths, given, strict=True):
+            positions[:, path] = positions_AL
+        shown = by_key(picture for segment in members for picture in segment.pictures.values())
+        sight = Sight.of(rows.token_ids_N, shown, form)
     return Pack(
         input_ids_N=torch.from_numpy(rows.token_ids_N),
-        position_ids_N=torch.from_numpy(rows.depths_N),
+        position_ids_N=torch.from_numpy(positions),
         layout=rows.layout,
         lengths=tuple(len(segment.token_ids) for segment in members),
         # A token is predicted by the hidden state one position before it.
         sources_T=_concat([path[at - 1] for path, at in zip(rows.paths, trained, strict=True)]),
-        targets_T=_concat([ids[index][at] for index, at in zip(chain(*trees), trained, strict=True)]),
+        targets_T=_concat([ids[index][at] for index, at in zip(order, trained, strict=True)]),
         columns_T=torch.from_numpy(columns),
         step_ids_T=_number_steps([np.asarray(segment.step_indices) for segment in members]),
         trajectory_ids_T=_concat([np.full(len(segment.trained), segment.trajectory_id) for segment in members]),
         temperature=_one_or_each(list(chain.from_iterable(segment.temperatures for segment in members))),
         supports=None if supports is None else supports.at(columns),
+        sight=sight,
     )
 
 
@@ -212,23 +223,6 @@ def _one_or_each(temperatures_T: list[float | None]) -> float | Tensor | None:
     if len(set(temperatures_T)) <= 1:
         return temperatures_T[0] if temperatures_T else None
     return torch.tensor([math.nan if each is None else each for each in temperatures_T])
-
-
-def _with_pictures(
-    pack: Pack, trees: list[list[int]], segments: Sequence[Segment], ids: list[IntArray], form: PictureFormat
-) -> Pack:
-    """Add the pictures, and the positions that a model gives their tokens. Segments that share a row also share all
-    that comes before it, so they agree on its position."""
-    order = list(chain(*trees))
-    paths = lay_out([[ids[index] for index in tree] for tree in trees]).paths
-    token_ids_N = pack.input_ids_N.numpy()
-    positions: list[IntArray] = [form.positions(ids[index], segments[index].pictures) for index in order]
-    positions_AN = np.zeros((len(positions[0]), len(token_ids_N)), np.int64)
-    for path, positions_AL in zip(paths, positions, strict=True):
-        positions_AN[:, path] = positions_AL
-    shown = by_key(picture for index in order for picture in segments[index].pictures.values())
-    sight = Sight.of(token_ids_N, shown, form)
-    return replace(pack, position_ids_N=torch.from_numpy(positions_AN), sight=sight)
 
 
 def _concat(arrays: Sequence[IntArray]) -> Tensor:

@@ -27,33 +27,8 @@ from agent_r1.learn.losses import LossOutput, value_loss
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.model.sharding import onto, shard_linear
 from agent_r1.learn.optimizer import Schedule
+from agent_r1.learn.rewards import RunningMoments
 from agent_r1.types import CreditedTrajectory, Step, Trajectory
-
-MIN_STD = 1e-6  # smaller differences between value targets are rounding
-
-
-@dataclass(slots=True)
-class RunningMoments:
-    """Mean and standard deviation of all value targets so far, batch by batch (Chan's parallel form of Welford)."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # sum of squared distances from the mean
-
-    def add(self, values_N: Tensor) -> None:
-        values_N, before = values_N.double(), self.count
-        if not (added := values_N.numel()):
-            return
-        mean = float(values_N.mean())
-        delta, self.count = mean - self.mean, before + added
-        self.squares += float((values_N - mean).square().sum()) + delta**2 * before * added / self.count
-        self.mean += delta * added / self.count
-
-    @property
-    def std(self) -> float:
-        """Standard deviation of the targets; 1 while they are all equal."""
-        std = (self.squares / self.count) ** 0.5 if self.count else 0.0
-        return std if std > MIN_STD else 1.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,7 +45,7 @@ class Critic:
     normalize_returns: bool = False
 
     def __post_init__(self, policy: PolicyModel) -> None:
-        self.returns = RunningMoments() if self.normalize_returns else None
+        self.returns = RunningMoments() if self.normalize_returns else None  # of all value targets so far
         self.backbone = policy if self.shared else policy.copy()
         self.head = nn.Linear(policy.hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)  # start with V = 0 everywhere, not with noise
@@ -82,6 +57,11 @@ class Critic:
 
     def release(self) -> None:
         self.backbone.release()
+
+    @property
+    def _unit(self) -> float:
+        """One unit of the head's output, in units of returns."""
+        return 1.0 if self.returns is None else self.returns.std(correction=0)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -97,7 +77,7 @@ class Critic:
         with torch.set_grad_enabled(body_learns):
             hidden_TD = policy_hidden_TD if self.shared and policy_hidden_TD is not None else self.backbone.hidden(pack)
         values_T: Tensor = self.head((hidden_TD if body_learns else hidden_TD.detach()).float())[:, 0]
-        return values_T if self.returns is None else self.returns.mean + self.returns.std * values_T
+        return values_T if self.returns is None else self.returns.mean + self._unit * values_T
 
     def loss(self, pack: Pack, columns: Columns, policy_hidden_TD: Tensor | None, num_targets: int) -> LossOutput:
         """This pack's share of the value loss. Without the policy's hidden states, the policy gets no gradient."""
@@ -110,8 +90,7 @@ class Critic:
             num_targets=num_targets,
             clip=self.value_clip,
         )
-        unit = 1.0 if self.returns is None else self.returns.std  # one unit of the head's output, in units of returns
-        error = error / unit**2
+        error = error / self._unit**2
         return LossOutput(loss=self.value_coef * error, shares={"value_loss": error.detach()})
 
     @torch.no_grad()
@@ -121,10 +100,10 @@ class Critic:
         if self.returns is None:
             return
         targets_R = column_with_gaps([item.value_targets or [] for item in credited])
-        mean, std = self.returns.mean, self.returns.std
-        self.returns.add(targets_R[targets_R.isfinite()])
-        self.head.weight.mul_(std / self.returns.std)
-        self.head.bias.mul_(std).add_(mean - self.returns.mean).div_(self.returns.std)
+        mean, unit = self.returns.mean, self._unit
+        self.returns.add(targets_R[targets_R.isfinite()].tolist())
+        self.head.weight.mul_(unit / self._unit)
+        self.head.bias.mul_(unit).add_(mean - self.returns.mean).div_(self._unit)
 
     def state_dict(self) -> dict[str, Any]:
         own = {} if self.shared else {"backbone": self.backbone.trained_state()}
@@ -138,12 +117,8 @@ class Critic:
         if (saved is None) != (self.returns is None):
             raise ConfigError("critic.normalize_returns differs from the saved run: keep the saved value")
         self.returns = None if saved is None else RunningMoments(**saved)
-        if self.shared:
-            return
-        if self.backbone.adapter_state() is not None:
-            self.backbone.load_adapter_state(state["backbone"])
-        else:
-            self.backbone.load_weights(state["backbone"])
+        if not self.shared:
+            self.backbone.load_trained_state(state["backbone"])
 
 
 def with_last_state(trajectory: Trajectory) -> Trajectory:

@@ -59,13 +59,6 @@ def token_logprobs(
     return logprobs_T, entropy_T
 
 
-def _narrow(logits_CV: Tensor, targets_C: Tensor, ids_CK: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(logits, targets, padding) with K in place of V; unchanged, and without padding, if there is no support."""
-    if ids_CK is None:
-        return logits_CV, targets_C, None
-    return logits_CV.gather(-1, ids_CK.clamp(min=0)), (ids_CK == targets_C[:, None]).long().argmax(-1), ids_CK < 0
-
-
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,15 +71,8 @@ class _TokenLogprobs(torch.autograd.Function):
         supports: Supports | None,
     ) -> tuple[Tensor, Tensor]:
         reduce = _compiled(_reduce) if settings.compiled and supports is None else _reduce
-        chunks = _chunks(hidden_TD, weight_VD.to(settings.dtype), bias_V, settings)
-        pieces = [
-            reduce(
-                *_narrow(logits_CV, targets_T[rows], _ids(supports, rows, hidden_TD.device)),
-                _at(settings.temperature, rows),
-                settings.softcap,
-            )
-            for rows, _, logits_CV in chunks
-        ]
+        chunks = _chunks(hidden_TD, weight_VD.to(settings.dtype), bias_V, targets_T, settings, supports)
+        pieces = [reduce(*arguments) for *_, arguments in chunks]
         logprobs_T, lse_T, entropy_T = (torch.cat(part) for part in zip(*pieces, strict=True))
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T)
         ctx.settings, ctx.supports = settings, supports
@@ -98,25 +84,17 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs_T, grad_entropy_T = outputs
         hidden_TD, weight_VD, bias_V, targets_T, lse_T, entropy_T = ctx.saved_tensors
-        settings: HeadSettings = ctx.settings
-        supports: Supports | None = ctx.supports
+        settings, supports = ctx.settings, ctx.supports
         spread = _compiled(_spread) if settings.compiled and supports is None else _spread
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None  # in the master's format: fp32
         grad_bias_V = torch.zeros_like(bias_V) if needs_bias and bias_V is not None else None
         factor_VD = weight_VD.to(settings.dtype)
-        for rows, hidden_CD, logits_CV in _chunks(hidden_TD, factor_VD, bias_V, settings):
-            ids_CK = _ids(supports, rows, hidden_TD.device)
-            grad_CV = spread(
-                *_narrow(logits_CV, targets_T[rows], ids_CK),
-                lse_T[rows],
-                entropy_T[rows],
-                grad_logprobs_T[rows],
-                grad_entropy_T[rows] if settings.entropy_gradient else None,
-                _at(settings.temperature, rows),
-                settings.softcap,
-            )
+        chunks = _chunks(hidden_TD, factor_VD, bias_V, targets_T, settings, supports)
+        for rows, hidden_CD, logits_CV, ids_CK, arguments in chunks:
+            grad_entropy_C = grad_entropy_T[rows] if settings.entropy_gradient else None
+            grad_CV = spread(*arguments, lse_T[rows], entropy_T[rows], grad_logprobs_T[rows], grad_entropy_C)
             if ids_CK is not None:  # padding adds 0 to the logit of id 0
                 grad_CV = torch.zeros_like(logits_CV).scatter_add_(-1, ids_CK.clamp(min=0), grad_CV)
             if grad_hidden_TD is not None:
@@ -128,24 +106,36 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, grad_bias_V, None, None, None
 
 
+# What `_reduce` and `_spread` read of a chunk: logits, targets, padding, temperature (one number, or [C]) and soft cap.
+# With supports, logits, targets and padding have K in place of V; otherwise there is no padding.
+_Arguments = tuple[Tensor, Tensor, Tensor | None, float | Tensor, float | None]
+
+
 def _chunks(
-    hidden_TD: Tensor, factor_VD: Tensor, bias_V: Tensor | None, settings: HeadSettings
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, hidden_CD, logits_CV) in the number format of the products; one empty chunk if there are no tokens."""
+    hidden_TD: Tensor,
+    factor_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    settings: HeadSettings,
+    supports: Supports | None,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None, _Arguments]]:
+    """(rows, hidden_CD, logits_CV, ids_CK, arguments) in the number format of the products; one empty chunk if there
+    are no tokens."""
     bias_V = bias_V.to(settings.dtype) if bias_V is not None else None
     for start in range(0, max(1, len(hidden_TD)), settings.chunk):
         rows = slice(start, start + settings.chunk)
-        hidden_CD = hidden_TD[rows].to(settings.dtype)
-        yield rows, hidden_CD, linear(hidden_CD, factor_VD, bias_V)
-
-
-def _ids(supports: Supports | None, rows: slice, device: torch.device) -> Tensor | None:
-    return None if supports is None else supports.chunk(rows, device)
-
-
-def _at(temperature: float | Tensor, rows: slice) -> float | Tensor:
-    """The temperature of a chunk: one number, or [C]."""
-    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+        hidden_CD, targets_C, temperature = hidden_TD[rows].to(settings.dtype), targets_T[rows], settings.temperature
+        logits_CV, ids_CK = linear(hidden_CD, factor_VD, bias_V), None
+        at = temperature[rows] if isinstance(temperature, Tensor) else temperature
+        arguments: _Arguments = (logits_CV, targets_C, None, at, settings.softcap)
+        if supports is not None:
+            ids_CK = supports.chunk(rows, hidden_TD.device)
+            narrow, chosen_C = (
+                logits_CV.gather(-1, ids_CK.clamp(min=0)),
+                (ids_CK == targets_C[:, None]).long().argmax(-1),
+            )
+            arguments = (narrow, chosen_C, ids_CK < 0, at, settings.softcap)
+        yield rows, hidden_CD, logits_CV, ids_CK, arguments
 
 
 def _scaled(
@@ -177,12 +167,12 @@ def _spread(  # noqa: PLR0913 (arguments of a kernel)
     logits_CV: Tensor,
     targets_C: Tensor,
     padding_CV: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
     lse_C: Tensor,
     entropy_C: Tensor,
     grad_logprobs_C: Tensor,
     grad_entropy_C: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
 ) -> Tensor:
     """The gradient of the logits, in their own number format; see the module header."""
     capped_CV, scaled_CV = _scaled(logits_CV, padding_CV, temperature, softcap)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agent_r1.errors import ConfigError, import_extra
 from agent_r1.learn.model.layers import untied_state
-from agent_r1.learn.model.sharding import Made, onto
+from agent_r1.learn.model.sharding import Made
 
 ADAPTER = "default"  # peft's name for the only adapter
 
@@ -35,14 +35,22 @@ class LoRA:
         return self.alpha / self.rank
 
     def layers_of(self, model: Any) -> list[str]:
-        """Names of the layers that get an adapter."""
-        head, targets = model.get_output_embeddings(), self.target_modules
-        return [
+        """Names of the layers that get an adapter: linear ones of the decoder, below the output head."""
+        head, prefix = model.get_output_embeddings(), decoder_prefix(model)
+        linear = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head and name.startswith(decoder_prefix(model))
-            if targets is None or any(f".{name}".endswith(f".{target}") for target in targets)
+            if type(module) is nn.Linear and module is not head and name.startswith(prefix)
         ]
+        if self.target_modules is None:
+            return linear
+        endings = tuple(f".{target}" for target in self.target_modules)
+        if not all(any(f".{name}".endswith(ending) for name in linear) for ending in endings):
+            raise ConfigError(
+                f"lora.target_modules={self.target_modules}: each must name linear layers below the output head, which "
+                "are the only ones that can have an adapter"
+            )
+        return [name for name in linear if f".{name}".endswith(endings)]
 
 
 class Adapters:
@@ -50,17 +58,10 @@ class Adapters:
 
     def __init__(self, model: Any, settings: LoRA) -> None:
         lora, inject = require_peft()
-        config = lora.LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,
-            target_modules=_targets(model, settings),
-        )
-        try:
-            with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
-                torch.manual_seed(settings.seed)
-                inject(config, model)
-        except ValueError as error:  # no such module, or one that peft cannot adapt
-            raise ConfigError(f"lora.target_modules={settings.target_modules}: {error}") from error
+        config = lora.LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=settings.layers_of(model))
+        with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+            torch.manual_seed(settings.seed)
+            inject(config, model)
         self._model = model
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)
@@ -68,12 +69,6 @@ class Adapters:
         for layer in self._layers.values():  # peft takes over the number format of the base
             layer.lora_A.float()
             layer.lora_B.float()
-        for name, layer in self._layers.items():
-            if layer is model.get_output_embeddings() or type(layer.base_layer) is not nn.Linear:
-                raise ConfigError(
-                    f"lora.target_modules={settings.target_modules}: only linear layers below the output head can have "
-                    f"an adapter, not {name}"
-                )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors of the adapters alone."""
@@ -82,14 +77,6 @@ class Adapters:
             for name, layer in self._layers.items()
             for part in ("lora_A", "lora_B")
         }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self.state_dict()
-        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
-            raise ConfigError("the saved adapter does not fit this model: continue with the saved section lora")
-        for name, tensor in own.items():
-            tensor.copy_(onto(state[name], tensor))
 
     def merged(self) -> Mapping[str, Tensor]:
         """The weights of a plain model that computes the same, tied ones once."""
@@ -119,12 +106,6 @@ def decoder_prefix(model: Any) -> str:
     """The prefix of the names of a decoder's modules; empty if the model is only a decoder."""
     decoder = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
     return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
-
-
-def _targets(model: Any, settings: LoRA) -> str | list[str]:
-    if decoder_prefix(model):  # peft would also adapt the tower
-        return settings.layers_of(model)
-    return "all-linear" if settings.target_modules is None else list(settings.target_modules)
 
 
 def _own_name(name: str, layers: Mapping[str, Any]) -> str:

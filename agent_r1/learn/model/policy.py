@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any
@@ -24,10 +24,10 @@ from agent_r1.compute.attention import short_windows
 from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.learn.batch.packs import Pack
 from agent_r1.learn.batch.tree import PackLayout
-from agent_r1.learn.model.chunked_mlp import chunk_mlps
 from agent_r1.learn.model.head import HeadSettings, token_logprobs
 from agent_r1.learn.model.layers import (
     checkpoint_layers,
+    chunk_mlps,
     compile_layers,
     decoder_layers,
     require_compiler,
@@ -142,7 +142,9 @@ class PolicyModel:
 
     def hidden(self, pack: Pack) -> Tensor:
         """[T, D]: the last hidden state that each trained token is predicted from."""
-        with self._autocast(self.autocast_dtype), self._without_adapters():
+        dtype, adapters = self.autocast_dtype, self._adapters
+        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        with autocast, adapters.disabled() if self._bare and adapters is not None else nullcontext():
             return self._hidden(pack).index_select(0, pack.sources_T)
 
     def score(
@@ -177,18 +179,18 @@ class PolicyModel:
         adapters = self._adapters.state_dict()
         return gathered(adapters) if self.is_sharded else adapters
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """The inverse of `trained_state`, for a model without adapters."""
-        assert self._adapters is None  # merged weights cannot be taken apart again
-        own = self.trained_state()
-        if own.keys() != weights.keys():
-            raise ConfigError(f"weights of another model: {min(own.keys() ^ weights.keys())!r} is only in one of them")
-        given = {name: onto(weights[name], tensor) for name, tensor in own.items()}
-        self.model.load_state_dict(given, strict=False)  # not strict: tied weights are given once
-
     def trained_state(self) -> dict[str, Tensor]:
         """The live tensors of the adapters, or of the whole model; this rank's shards of them."""
         return untied_state(self.model) if self._adapters is None else self._adapters.state_dict()
+
+    @torch.no_grad()
+    def load_trained_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
+        own = self.trained_state()
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
+            raise ConfigError("the saved weights or adapter are another model's: continue with its model and lora")
+        for name, tensor in own.items():
+            tensor.copy_(onto(state[name], tensor))
 
     def adapter_state(self) -> dict[str, Tensor] | None:
         """The live tensors of the adapters; None if the weights themselves are trained."""
@@ -198,8 +200,8 @@ class PolicyModel:
         """The inverse of `adapter_state`."""
         if (state is None) != (self._adapters is None):
             raise ConfigError("only one of saved state and model has an adapter: continue with the saved section lora")
-        if state is not None and self._adapters is not None:
-            self._adapters.load_state_dict(state)
+        if state is not None:
+            self.load_trained_state(state)
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write a complete Hugging Face directory of a plain model; adapters are merged into the weights. All ranks
@@ -245,12 +247,6 @@ class PolicyModel:
         compile_layers(self._body)
         if self._eyes is not None:
             self._eyes.compile(self.autocast_dtype or self._head.weight.dtype)
-
-    def _autocast(self, dtype: torch.dtype | None) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-
-    def _without_adapters(self) -> AbstractContextManager[None]:
-        return self._adapters.disabled() if self._bare and self._adapters is not None else nullcontext()
 
     def _hidden(self, pack: Pack) -> Tensor:
         if self._eyes is not None:
