@@ -125,6 +125,9 @@ def assign_credit(
     shaper = shaper or RewardShaper()
     kept = trainable(groups, algorithm, shaper)
     attempts = attempts_of(kept)
+    for given in (values, kl):
+        if given is not None and len(given) != len(attempts):
+            raise ValueError(f"pass one entry for each of {len(attempts)} trajectories, not {len(given)}")
     if shaper.by_role:
         algorithm.require_credit_by_role()
     batches = _batches(kept, by_role=shaper.by_role)

@@ -229,7 +229,7 @@ def test_values_and_kl_belong_to_the_trajectories_that_count() -> None:
     # a: 0 - 0.5 - 1; b: returns -2, -2 less the values 3 and 5
     assert (a.advantages, b.advantages) == ([[-1.5]], [[-5.0, -7.0]])
     for fewer_values, fewer_kl in ((values[:1], kl), (values, kl[:1])):
-        with pytest.raises(ValueError, match="zip"):
+        with pytest.raises(ValueError, match="each of 2 trajectories, not 1"):
             assign_credit(groups, ppo, shaper=RewardShaper(kl=steady_kl(1.0)), values=fewer_values, kl=fewer_kl)
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from agent_r1.build.collectors import greedy_collector
-from agent_r1.build.plan import build_algorithm, build_plan
+from agent_r1.build.plan import build_algorithm
 from agent_r1.build.resolve import resolve
-from agent_r1.cli.commands.train import run_training
-from agent_r1.config import load_config, parse_config
+from agent_r1.config import load_config
 from agent_r1.errors import ConfigError
 from agent_r1.flows.flow import AgentFlowBase
 from agent_r1.learn.algorithms import ALGORITHMS
@@ -26,46 +22,14 @@ from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
 from agent_r1.types import StopReason, TaskRow
+from tests.train.test_pipeline import MINI, numbers, resumed, trained
 
-MINI = str(Path(__file__).parents[1] / "mini")
-TIMING = ("time", "tokens_per_second")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_warm_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("AGENT_R1_CACHE")
-    os.environ["AGENT_R1_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    torch.set_num_threads(1)
-    yield
-    os.environ.pop("AGENT_R1_CACHE")
-    if before is not None:
-        os.environ["AGENT_R1_CACHE"] = before
-
-
-def trained(path: Path, *overrides: str, resume: bool = False, recipe: str = MINI) -> RunDir:
-    config = load_config(recipe, overrides)
-    run = RunDir.open(path) if resume else RunDir.create(path, config)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        config = parse_config(run.settings)
-        run_training(
-            config,
-            build_plan(config),
-            run,
-            Console(file=nowhere),
-            resume=resume,
-        )
-    return run
-
-
-def numbers(run: RunDir) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in record.items() if not key.startswith(TIMING)} for record in run.read_metrics()
-    ]
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains_evaluates_and_saves(name: str, tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", f"algorithm.name={name}", "trainer.steps=2")
+    run = trained(tmp_path / "run", f"algorithm.name={name}", "trainer.steps=2").run
     steps = run.read_metrics("train")
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["nonfinite_updates"] == 0 for record in steps)
@@ -93,24 +57,23 @@ RESUMED = {
 
 @pytest.mark.parametrize("overrides", RESUMED.values(), ids=RESUMED)
 def test_what_an_algorithm_remembers_survives_a_resume(overrides: list[str], tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", "trainer.steps=3", *overrides)
-    expected = numbers(whole)
+    trained(tmp_path / "whole", "trainer.steps=2", "trainer.save_every=1", *overrides)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000003")
-    again = trained(tmp_path / "cut", resume=True)
-    assert numbers(again) == expected
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000002")
+    resumed(RunDir.open(tmp_path / "cut"))
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
 
 
 def test_dynamic_sampling_replaces_rows_without_signal(tmp_path: Path) -> None:
     # Greedy-like sampling: attempts at a row are all alike, so no group varies and every round is used.
     cold = ["sft.demos=null", "rollout.temperature=0.001", "trainer.steps=1", "rollout.max_response_tokens=4"]
-    rounds = trained(tmp_path / "rounds", "algorithm.name=dapo", "algorithm.settings.sampling_rounds=3", *cold)
+    rounds = trained(tmp_path / "rounds", "algorithm.name=dapo", "algorithm.settings.sampling_rounds=3", *cold).run
     played = list(read_trajectories(tmp_path / "rounds" / "trajectories", "train_*"))
     assert 2 * 3 <= rounds.read_metrics("train")[0]["group/count"] == len(played) / 4 <= 3 * 3  # rounds x rows
     assert rounds.read_metrics("train")[0]["empty_update"] == 1
     rows = [trajectory.row_id for trajectory in played]
     assert len(set(rows)) == len(rows) / 4  # no row twice in one step
-    once = trained(tmp_path / "once", *cold)
+    once = trained(tmp_path / "once", *cold).run
     assert once.read_metrics("train")[0]["group/count"] == 3
 
 
@@ -122,7 +85,7 @@ def test_dynamic_sampling_replaces_rows_whose_differences_are_not_trained_on(tmp
     rewarded = ["task.reward=task.nothing", *ENDLESS, "algorithm.name=dapo", "trainer.steps=1"]
 
     def first_step(process: str) -> dict[str, Any]:
-        run = trained(tmp_path / process, f"rewards.process={process}", *rewarded, recipe=str(recipe))
+        run = trained(tmp_path / process, f"rewards.process={process}", *rewarded, recipe=recipe).run
         return run.read_metrics("train")[0]
 
     # Attempts at a row earn different process rewards (in most rows, by chance), and all of them the same outcome.
@@ -198,7 +161,7 @@ def test_a_failed_greedy_attempt_costs_its_row_and_not_the_run(tmp_path: Path, m
         return replace(greedy_collector(*parts), make_flow=refusing)
 
     monkeypatch.setattr("agent_r1.build.trainer.greedy_collector", failing)
-    run = trained(tmp_path / "run", "algorithm.name=remax", "rollout.group_size=3", "trainer.steps=1")
+    run = trained(tmp_path / "run", "algorithm.name=remax", "rollout.group_size=3", "trainer.steps=1").run
     (step,) = run.read_metrics("train")
     assert step["group/no_baseline"] == step["group/count"] == 3
     assert step["stop/error"] == 0  # of the attempts that are trained on
@@ -206,13 +169,13 @@ def test_a_failed_greedy_attempt_costs_its_row_and_not_the_run(tmp_path: Path, m
 
 
 def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", "trainer.steps=1")
+    run = trained(tmp_path / "run", "trainer.steps=1").run
     path = run.checkpoints / "step_000001" / "trainer_state.pt"
     state = torch.load(path, weights_only=True)
     del state["format"]
     torch.save(state, path)
     with pytest.raises(ConfigError, match=r"another version of agent-r1 .* model.path="):
-        trained(tmp_path / "run", resume=True)
+        resumed(run)
 
 
 COUNTED = """
@@ -246,5 +209,5 @@ def test_no_more_episodes_are_played_at_once_than_may_be_greedy_ones_included(na
     (recipe / "world.py").write_text(COUNTED, encoding="utf-8")
     world = ("task.env=world.Counted", "task.tools=[]", "sft.demos=null", f"algorithm.name={name}")
     limits = ("rollout.max_concurrent=3", "rollout.max_response_tokens=4", "trainer.steps=1")
-    trained(tmp_path / "run", *world, *limits, recipe=str(recipe))
+    trained(tmp_path / "run", *world, *limits, recipe=recipe)
     assert resolve("world.Counted", recipe=str(recipe)).most == 3

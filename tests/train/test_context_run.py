@@ -200,19 +200,10 @@ def test_a_warm_start_with_another_policy_is_another_warm_start(recipe: str) -> 
     [
         (["context.turns=2"], r"context \(policy append\) has no field 'turns'"),
         (["context.policy=windo"], r"unknown context\.policy 'windo'\. Did you mean 'window'\?"),
-        (
-            ["context.policy=window", "context.keep=2"],
-            r"context \(policy window\) has no field 'keep'\. Fields: .*policy, turns",
-        ),
         (["context.policy=window", "context.turn=2"], r"has no field 'turn'\. Did you mean 'turns'\?"),
-        (["context.policy=append", "context.turns=2"], r"context \(policy append\) has no field 'turns'"),
         (["context.policy=window", "context.turns=0"], r"context\.turns=0: input should be greater than or equal to 1"),
         (["context.policy=rewrite"], r"context\.function is missing; give it in the recipe or as context\.function="),
         (["context=window"], r"context='window': .* Did you mean context\.policy=window\?"),
-        (
-            ["context.policy=summary", "context.instruction=''"],
-            r"context\.instruction='': string should have at least 1 character",
-        ),
         (["rollout.turns=2"], r"rollout has no field 'turns'\. Did you mean 'context\.turns'\?"),
         (
             ["context.policy=summary", "context.max_tokens=390", "context.summary_tokens=16"],
@@ -223,24 +214,14 @@ def test_a_warm_start_with_another_policy_is_another_warm_start(recipe: str) -> 
             r"sft\.demos .*context\.demo_summary",
         ),
         (
-            [
-                *(f"context.{item}" for item in ("policy=summary", "max_tokens=180", "summary_tokens=16")),
-                "sft.demos=null",
-            ],
-            None,
-        ),
-        (
             ["context.policy=summary", *SETTINGS["summary"], "sft.demos=null"],
             r"context\.demo_summary does nothing without sft\.demos",
         ),
     ],
 )
-def test_a_wrong_setting_is_an_error_that_helps(recipe: str, overrides: list[str], message: str | None) -> None:
-    if message is None:
+def test_a_wrong_setting_is_an_error_that_helps(recipe: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(recipe, overrides)
-    else:
-        with pytest.raises(ConfigError, match=message):
-            load_config(recipe, overrides)
 
 
 @pytest.mark.parametrize(
@@ -297,13 +278,13 @@ def test_a_context_budget_below_what_is_never_summarised_is_refused(recipe: str)
                 train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
 
 
-@pytest.mark.parametrize("policy", [policy for policy in SETTINGS if policy != "rewrite"])
+@pytest.mark.parametrize("policy", SETTINGS)
 def test_an_env_that_refers_to_hidden_messages_is_refused(recipe: str, policy: str) -> None:
     def build(*more: str) -> None:
         build_task(config(recipe, policy, "task.env=task.Terse", *more))
 
     build("task.env_kwargs.whole=true")
-    if policy == "append":
+    if policy in ("append", "rewrite"):  # a function may look at what it hides
         build()
         return
     told = rf"context\.policy={policy} .*Terse .*: set task\.env_kwargs\.whole=true, or use"
@@ -331,10 +312,6 @@ def test_an_env_chosen_by_a_row_is_checked_too(recipe: str) -> None:
     for policy in ("append", "rewrite"):
         task, asked = build_task(config(recipe, policy)), TaskRow(prompt=[], env_kwargs=chosen)
         task.make_flow(asked).make_env(asked)
-
-
-def test_a_rewrite_may_hide_messages_from_any_env(recipe: str) -> None:
-    build_task(config(recipe, "rewrite", "task.env=task.Terse"))
 
 
 def test_a_row_that_asks_for_a_flow_without_the_policy_is_refused_too(recipe: str) -> None:

@@ -79,7 +79,7 @@ def test_garbage_from_before_is_collected_and_garbage_from_inside_too() -> None:
 
 
 def test_parts_are_frozen_only_while_a_run_plays(recipe: Path, tmp_path: Path) -> None:
-    few = ("trainer.steps=1", "eval.rows=2", "rollout.rows_per_step=1", "task.reward=noting.reward")
+    few = ("trainer.steps=1", "eval.rows=2", "rollout.rows_per_step=1", "task.reward=noting.reward", "sft.count=4")
     config = load_config(str(recipe), few)
     run = RunDir.create(tmp_path / "run", config)
     run_training(config, build_plan(config), run, console(), resume=False)

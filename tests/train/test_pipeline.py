@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,7 @@ MINI = str(ROOT / "tests" / "mini")
 TIMING = ("time", "tokens_per_second")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Share one warm start among the tests of this file."""
-    before = os.environ.get("AGENT_R1_CACHE")
-    folder = tmp_path_factory.mktemp("cache")
-    os.environ["AGENT_R1_CACHE"] = str(folder)
-    torch.set_num_threads(1)
-    yield folder
-    if before is None:
-        del os.environ["AGENT_R1_CACHE"]
-    else:
-        os.environ["AGENT_R1_CACHE"] = before
+pytestmark = pytest.mark.usefixtures("cache")  # one warm start for the tests of this file
 
 
 def console() -> Console:
@@ -68,10 +56,9 @@ def mini(*overrides: str) -> RunConfig:
     return load_config(MINI, overrides)
 
 
-def trained(path: Path, *overrides: str) -> Outcome:
-    config = mini(*overrides)
-    plan = build_plan(config)
-    return run_training(config, plan, RunDir.create(path, config), console(), resume=False)
+def trained(path: Path, *overrides: str, recipe: str | Path = MINI) -> Outcome:
+    config = load_config(str(recipe), overrides)
+    return run_training(config, build_plan(config), RunDir.create(path, config), console(), resume=False)
 
 
 def resumed(run: RunDir) -> Outcome:
@@ -86,7 +73,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
     """An uninterrupted run of four steps."""
     path = tmp_path_factory.mktemp("runs") / "finished"
     trained(path)
@@ -126,7 +113,7 @@ EIGHT = "trainer.steps=8"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
     """An uninterrupted run of eight steps; its numbers do not depend on how often it saves."""
     path = tmp_path_factory.mktemp("runs") / "whole"
     trained(path, EIGHT)
@@ -187,10 +174,9 @@ def test_a_run_out_of_minutes_is_evaluated_and_saved_and_resumes_exactly(finishe
     assert "in 1 step; this took" in (said := screen.export_text())
     assert f"train --resume {run.path} (trainer.max_minutes" in said
     assert outcome.after["step"] == latest_checkpoint(run.checkpoints)[0] == 1
-    for step in (2, 3, 4):  # each command has its own minutes
-        assert resumed(run).after["step"] == step
+    assert resumed(run).after["step"] == 2  # each command has its own minutes
     steps = [[record for record in numbers(path) if record["kind"] == "train"] for path in (run.path, finished)]
-    assert steps[0] == steps[1]
+    assert steps[0] == steps[1][:2]
 
 
 def test_a_run_stopped_before_its_first_save_starts_over(finished: Path, tmp_path: Path) -> None:
@@ -302,7 +288,7 @@ def test_a_run_of_zero_steps_saves_a_model(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none" / "checkpoints")[0] == 0
 
 
-def test_every_setting_of_the_learner_arrives(cache: Path) -> None:
+def test_every_setting_of_the_learner_arrives() -> None:
     config = mini(
         "learner.lr=0.5",
         "learner.betas=[0.7,0.8]",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from agent_r1.build.plan import build_plan
-from agent_r1.cli.commands.train import run_training
-from agent_r1.config import load_config, parse_config
 from agent_r1.errors import DataError, RolloutError
 from agent_r1.runs.run_dir import RunDir
+from tests.train.test_pipeline import MINI, resumed, trained
 
-MINI = Path(__file__).parents[1] / "mini"
 CODE = """
 
 import random
@@ -50,24 +45,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def train(recipe: Path, run: Path, *overrides: str) -> list[dict[str, Any]]:
-    config = load_config(str(recipe), overrides)
-    run_training(config, build_plan(config), RunDir.create(run, config), Console(file=io.StringIO()), resume=False)
-    return rewards(run)
-
-
-def resume(run: RunDir) -> list[dict[str, Any]]:
-    config = parse_config(run.settings)
-    run_training(
-        config,
-        build_plan(config),
-        run,
-        Console(file=io.StringIO()),
-        resume=True,
-    )
-    return rewards(run.path)
-
-
 def rewards(run: Path) -> list[dict[str, Any]]:
     kept = ("kind", "step", "reward/mean", "loss")
     return [{name: record.get(name) for name in kept} for record in RunDir.open(run).read_metrics()]
@@ -75,26 +52,28 @@ def rewards(run: Path) -> list[dict[str, Any]]:
 
 def test_random_streams_do_not_depend_on_a_cached_warm_start(recipe: Path, tmp_path: Path) -> None:
     settings = (*LUCKY, *FEW, "trainer.steps=1")
-    made = train(recipe, tmp_path / "first", *settings)
-    assert train(recipe, tmp_path / "second", *settings) == made
+    for name in ("first", "second"):
+        trained(tmp_path / name, *settings, recipe=recipe)
+    assert rewards(tmp_path / "second") == rewards(tmp_path / "first")
 
 
 def test_a_failed_step_draws_the_same_numbers_after_resuming(recipe: Path, tmp_path: Path) -> None:
     settings = (*LUCKY, *FEW, "sft.demos=null", "trainer.steps=2")
-    whole = train(recipe, tmp_path / "whole", *settings)
+    trained(tmp_path / "whole", *settings, recipe=recipe)
+    whole = rewards(tmp_path / "whole")
     # That was 1 + 12 + 12 + 1 rewards; the second run gets through its first step and breaks within the second.
     (recipe / "down").write_text(str(26 + 13 + 5), encoding="utf-8")
     with pytest.raises(RolloutError, match=r"the judge is down(?s:.*)\nsaved after step 1; continue with: .* --resume"):
-        train(recipe, tmp_path / "broken", *settings)
+        trained(tmp_path / "broken", *settings, recipe=recipe)
     assert rewards(tmp_path / "broken") == whole[:2]
     (recipe / "down").unlink()
-    assert resume(RunDir.open(tmp_path / "broken")) == whole
+    resumed(RunDir.open(tmp_path / "broken"))
+    assert rewards(tmp_path / "broken") == whole
 
 
 def test_a_run_without_its_reference_cannot_be_resumed(recipe: Path, tmp_path: Path) -> None:
     settings = ("algorithm.kl_coef=0.1", "sft.demos=null", "eval.rows=1", *FEW)
-    train(recipe, tmp_path / "run", *settings, "trainer.steps=1")
-    run = RunDir.open(tmp_path / "run")
+    run = trained(tmp_path / "run", *settings, "trainer.steps=1", recipe=recipe).run
     shutil.rmtree(run.reference)
     with pytest.raises(DataError, match="reference is missing"):
-        resume(run)
+        resumed(run)

@@ -52,15 +52,11 @@ def test_demonstrations_without_failed_calls_report_nothing(recipe: Path) -> Non
     assert said_about(recipe, [GOOD], [GOOD, GOOD], []) == []
 
 
-@pytest.mark.parametrize("calls", [[TYPO], [BAD_ARGUMENT, GOOD, TYPO], [TYPO, TYPO, TYPO, TYPO]])
+@pytest.mark.parametrize("calls", [[BAD_ARGUMENT, GOOD, TYPO], [TYPO, TYPO, TYPO, TYPO]])
 def test_a_demonstration_that_calls_an_unknown_tool_is_an_error(recipe: Path, calls: list[str]) -> None:
     # Four in a row would end the episode before its texts do: the tool is what has to be named, not the limit.
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=r"demonstration 1 \(train-1\) .* no tool 'doubel'\. Did you mean 'double'"):
         said_about(recipe, [GOOD], calls)
-    assert str(raised.value) == (
-        "demonstration 1 (train-1) calls a tool that does not exist: there is no tool 'doubel'. Did you mean 'double'? "
-        "Choose one of: double"
-    )
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"hermes", "retool"}))
@@ -68,28 +64,21 @@ def test_a_demonstration_whose_calls_the_env_does_not_read_is_an_error_that_name
     recipe: Path, name: str
 ) -> None:
     foreign = FORMATS[name].write_call("double", {"number": 2})
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=rf"demonstration 1 \(train-1\) .* set task\.env_kwargs\.tool_format={name},"):
         said_about(recipe, [GOOD], [foreign], "rollout.max_response_tokens=200")
-    assert str(raised.value) == (
-        f"demonstration 1 (train-1) writes its calls in the format {name!r}, which the env does not read: set "
-        f"task.env_kwargs.tool_format={name}, or write the calls in the env's format"
-    )
 
 
 def test_other_calls_that_fail_are_counted_and_the_first_is_shown(recipe: Path) -> None:
+    [line] = said_about(recipe, [UNREADABLE])
+    assert line.startswith(
+        "1 of 1 demonstrations contain calls that failed, the first (row train-0): unreadable call: "
+    )
     [line] = said_about(recipe, [GOOD], [GOOD, BAD_ARGUMENT], [UNREADABLE, UNREADABLE])
     start = "2 of 3 demonstrations contain calls that failed, the first (row train-1): double: "
     assert line.startswith(start)
     assert "numbre" in line.removeprefix(start)
     assert len(line) <= len(start) + 200  # a tool's traceback is cut, and kept on one line
     assert "\n" not in line
-
-
-def test_a_call_that_cannot_be_read_has_no_name(recipe: Path) -> None:
-    [line] = said_about(recipe, [UNREADABLE])
-    assert line.startswith(
-        "1 of 1 demonstrations contain calls that failed, the first (row train-0): unreadable call: "
-    )
 
 
 def warm_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *overrides: str) -> list[str]:
@@ -154,6 +143,5 @@ def test_training_episodes_of_a_folder_or_run_and_a_file_of_any_name_are_imitate
 def test_a_folder_without_training_episodes_is_refused_before_the_run(tmp_path: Path, name: str) -> None:
     config = with_one_trajectory(tmp_path, name)
     for look in (check_start, imitated):
-        with pytest.raises(DataError) as raised:
+        with pytest.raises(DataError, match=f"no trajectories .* at {tmp_path}"):
             look(config)
-        assert str(raised.value) == f"no trajectories (train_*.jsonl or train_*.jsonl.gz) at {tmp_path}"

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from agent_r1.build.plan import build_plan
 from agent_r1.build.task import build_task
 from agent_r1.cli.commands.sft import run_sft
-from agent_r1.cli.commands.train import run_training
-from agent_r1.config import RunConfig, load_config
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
+from tests.train.test_pipeline import console, mini, trained
 
-MINI = str(Path(__file__).parents[1] / "mini")
 SAMPLING = ("rollout.temperature=0.8", "rollout.top_p=0.9", "rollout.top_k=12")
 KL = ("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01")
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def trained(path: Path, *overrides: str) -> list[dict[str, float]]:
-    config: RunConfig = load_config(MINI, ("trainer.steps=2", *overrides))
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        run_training(config, build_plan(config), RunDir.create(path, config), Console(file=nowhere), resume=False)
-    return [record for record in RunDir.open(path).read_metrics() if record["kind"] == "train"]
-
-
 @pytest.mark.parametrize(
     "overrides", [KL, ("correction.kind=truncate",), ("algorithm.name=remax",)], ids=["kl", "correction", "remax"]
 )
 def test_a_run_with_top_p_agrees_with_its_sampler(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    metrics = trained(tmp_path / "run", *SAMPLING, *overrides)
+    metrics = trained(tmp_path / "run", "trainer.steps=2", *SAMPLING, *overrides).run.read_metrics("train")
     assert len(metrics) == 2
     assert all(record["mismatch_max"] < 1e-4 for record in metrics)
     steps = [step for t in read_trajectories(tmp_path / "run" / "trajectories", "train_*") for step in t.steps]
@@ -49,10 +37,9 @@ def test_a_run_with_top_p_agrees_with_its_sampler(overrides: tuple[str, ...], tm
 
 
 def test_trajectories_of_a_run_can_be_imitated(tmp_path: Path) -> None:
-    trained(tmp_path / "run", *SAMPLING)
+    trained(tmp_path / "run", "trainer.steps=2", *SAMPLING)
     source = (f"sft.trajectories={tmp_path / 'run'}", "sft.demos=null", "sft.min_reward=-9", "sft.epochs=1")
-    config = load_config(MINI, (*SAMPLING, *source))
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        run_sft(config, build_task(config), RunDir.create(tmp_path / "sft", config), Console(file=nowhere))
+    config = mini(*SAMPLING, *source)
+    run_sft(config, build_task(config), RunDir.create(tmp_path / "sft", config), console())
     records = [record for record in RunDir.open(tmp_path / "sft").read_metrics() if record["kind"] == "sft"]
     assert sum(record["trajectories"] for record in records) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +92,8 @@ def test_the_step_in_which_the_time_runs_out_is_the_last(
     times: list[float], last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(times)
-    monkeypatch.setattr("agent_r1.train.loop.time", SimpleNamespace(monotonic=lambda: next(now)))
+    clock = SimpleNamespace(monotonic=lambda: next(now), perf_counter=time.perf_counter)
+    monkeypatch.setattr("agent_r1.train.loop.time", clock)
     parts = Fake()
     assert run(parts, steps=9, max_minutes=10) == last
     judged = [f"evaluate {last}", f"save {last}"]
@@ -111,37 +113,18 @@ def test_a_resumed_loop_starts_after_the_saved_step() -> None:
     assert parts.events == [*one_step(3), "evaluate 3", "save 3"]
 
 
-def test_cancelling_while_sampling_saves_the_last_finished_step() -> None:
-    parts = Fake(fail="collect 2")
+@pytest.mark.parametrize(
+    ("fail", "events"),
+    [
+        ("collect 1", ["collect 1"]),  # no step has finished
+        ("collect 2", [*one_step(1), "collect 2", "save 1"]),  # while sampling, the last finished step is saved
+        ("second update", [*one_step(1), "collect 2", "credit", "update"]),  # the weights may be torn
+        ("report 2", [*one_step(1), *one_step(2)[:-1]]),  # resuming repeats a step whose metrics were not written
+        ("tell 2", [*one_step(1), *one_step(2), "save 2"]),  # an observer that fails costs no step
+    ],
+)
+def test_what_is_saved_depends_on_where_a_run_is_stopped(fail: str, events: list[str]) -> None:
+    parts = Fake(fail=fail)
     with pytest.raises(asyncio.CancelledError):
         run(parts)
-    assert parts.events == [*one_step(1), "collect 2", "save 1"]
-
-
-def test_nothing_is_saved_when_a_later_update_was_torn() -> None:
-    parts = Fake(fail="second update")
-    with pytest.raises(asyncio.CancelledError):
-        run(parts)
-    assert parts.events == [*one_step(1), "collect 2", "credit", "update"]
-
-
-def test_a_step_whose_metrics_were_not_written_is_not_saved() -> None:
-    """Resuming repeats the step, so none is missing from the metrics."""
-    parts = Fake(fail="report 2")
-    with pytest.raises(asyncio.CancelledError):
-        run(parts)
-    assert parts.events == [*one_step(1), *one_step(2)[:-1]]
-
-
-def test_a_step_whose_observer_fails_is_saved() -> None:
-    parts = Fake(fail="tell 2")
-    with pytest.raises(asyncio.CancelledError):
-        run(parts)
-    assert parts.events == [*one_step(1), *one_step(2), "save 2"]
-
-
-def test_nothing_is_saved_when_no_step_finished() -> None:
-    parts = Fake(fail="collect 1")
-    with pytest.raises(asyncio.CancelledError):
-        run(parts)
-    assert parts.events == ["collect 1"]
+    assert parts.events == events
