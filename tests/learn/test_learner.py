@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agent_r1.errors import ConfigError, TrainingError
-from agent_r1.learn.algorithms import ALGORITHMS, get_algorithm
+from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.batch.minibatch import reshuffle
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack, split_evenly
 from agent_r1.learn.credit import as_demonstrations, assign_credit
@@ -72,25 +72,6 @@ def with_old_logprob(item: CreditedTrajectory, value: float) -> CreditedTrajecto
     first = item.trajectory.steps[0]
     bad = replace(first, response_logprobs=[value, *first.response_logprobs[1:]])
     return replace(item, trajectory=replace(item.trajectory, steps=[bad, *item.trajectory.steps[1:]]))
-
-
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None:
-    learner = make_learner()
-    good, bad = trajectory(step([1, 2], [3]), reward=1.0), trajectory(step([1, 2], [4]))
-    credited = assign_credit([group(good, bad)], GRPO)
-    model: Any = learner.policy.model
-    model.set_attn_implementation("eager")
-
-    def margin() -> float:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1]
-        return float(logits[3] - logits[4])
-
-    before = margin()
-    model.set_attn_implementation("agent_r1_segments")
-    learner.update(credited)
-    model.set_attn_implementation("eager")
-    assert margin() > before
 
 
 def test_metrics_say_what_was_trained() -> None:
@@ -222,22 +203,6 @@ def test_gradients_are_clipped_to_max_grad_norm() -> None:
     assert torch.stack(norms).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_the_kl_penalty_pulls_the_policy_back_to_the_reference() -> None:
-    policy = PolicyModel(tiny_model("llama-tied"))
-    reference = policy.copy()
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    zero = idle(batch())
-    # The weighted forms promise this only for fresh samples; their gradient is checked by enumeration (test_losses.py).
-    for estimator in ("k1", "k2", "k3", "k3+"):
-        learner = make_learner(
-            policy=policy.copy(), lr=1e-3, kl_coef=1.0, reference=reference, kl_estimator=estimator, num_epochs=4
-        )
-        first, *_, last = [abs(learner.update(zero)["kl_to_reference"]) for _ in range(4)]
-        assert 0 < last < first, estimator
-
-
 def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy() -> None:
     policy, zero = PolicyModel(tiny_model("llama-tied")), idle(batch())
     packs = pack(merge_steps(item.trajectory for item in zero), 10_000)
@@ -259,7 +224,7 @@ def learner_entropy(policy: PolicyModel, packs: list[Pack]) -> torch.Tensor:
     return total / count
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "reinforce", "ppo", "steppo"])
 def test_epochs_and_minibatches_are_the_same_steps_taken_by_hand(name: str) -> None:
     policy, rng = PolicyModel(tiny_model()), random.Random(2)
     groups = on_policy(random_groups(rng, rows=2, size=3), policy, rng, noise=0.1)
@@ -283,8 +248,8 @@ def test_epochs_and_minibatches_are_the_same_steps_taken_by_hand(name: str) -> N
 
 
 @pytest.mark.parametrize("own_old_logprobs", [False, True])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_reports_the_mismatch_with_the_sampler(name: str, own_old_logprobs: bool) -> None:
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "reinforce", "ppo"])
+def test_every_kind_of_loss_reports_the_mismatch_with_the_sampler(name: str, own_old_logprobs: bool) -> None:
     policy, rng = PolicyModel(tiny_model()), random.Random(2)
     learner = learner_for(name, policy, lr=1e-2, num_minibatches=2, own_old_logprobs=own_old_logprobs)
     groups = on_policy(random_groups(rng, rows=4), policy, rng, noise=0.1)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from agent_r1.learn.rewards import (
     KLInReward,
-    ProcessScaling,
     RewardShaper,
     RunningMoments,
     outcome_rewards,
@@ -23,8 +21,6 @@ from agent_r1.learn.rewards import (
 from agent_r1.types import PerToken, ToolCallRecord, Trajectory
 from tests.learn.builders import steady_kl, step, trajectory
 from tests.learn.episodes import SOUND, Batch, batches, call, episode, flat
-
-SCALINGS = get_args(ProcessScaling)
 
 
 def one_step(size: int, reward: float, *calls: ToolCallRecord) -> Trajectory:
@@ -129,10 +125,6 @@ def test_the_published_scale_is_the_largest_absolute_sum_to_the_end() -> None:
     assert scale([[1.0, -3.0], [1.0]], [[0.0, 2.0]]) == pytest.approx(1 / 2)
     assert scale([[1.0, -4.0], [1.0]], [[0.0, 2.0]]) == pytest.approx(1 / 3)
     assert scale() == scale([[]]) == 1e6  # no rewards to scale
-
-
-def test_the_scalings_are_those_of_the_tables() -> None:
-    assert get_args(ProcessScaling) == SCALINGS
 
 
 def test_scaling_touches_process_rewards_alone() -> None:

@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from agent_r1.errors import ConfigError
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
-from agent_r1.learn.batch.packs import merge_steps, split_evenly
+from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.losses import Counts, LossInputs
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.rewards import RewardShaper
-from agent_r1.types import CreditedTrajectory, Group, PerToken, StopReason, Trajectory
+from agent_r1.types import CreditedTrajectory, Group, PerToken, Trajectory
 from tests.learn.builders import (
     credit_for,
     gradients_of,
@@ -71,17 +70,6 @@ def gradient(row: Algorithm, inputs: LossInputs) -> list[float]:
 # The published Agent-R1.
 
 
-@every_row
-def test_agent_r1_the_reinforce_script_crashes_at_the_first_update(row: Algorithm) -> None:
-    """AgentR1/Agent-R1, run_reinforce.sh: the actor calls the loss with `old_log_prob`, which it does not take."""
-    learner = learner_for(row.name)
-    groups = random_groups(random.Random(1))
-    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
-    metrics = learner.update(credit_for(row.name, groups, learner))
-    assert metrics["skipped_updates"] == 0
-    assert any(not tensor.equal(before[name]) for name, tensor in learner.weights().items())
-
-
 def test_agent_r1_a_step_without_reward_is_paid_the_outcome() -> None:
     """AgentR1/Agent-R1, ToolEnv: reward None means "score this step like an answer", so an episode is paid once for
     every step that happens to look right, and dithering pays."""
@@ -90,22 +78,6 @@ def test_agent_r1_a_step_without_reward_is_paid_the_outcome() -> None:
     assert sum(flat(long)) == sum(flat(short)) == 1.0
     credited = assign_credit([group(dithering, prompt)], get_algorithm("grpo"))
     assert {a for item in credited for a in flat(item.advantages)} == {0.0}
-
-
-def test_agent_r1_the_ppo_script_runs_step_level_gae() -> None:
-    """AgentR1/Agent-R1, run_ppo.sh: `adv_estimator=gae` is StepPO's, so both scripts train the same thing."""
-    said = critic([[1.0, 3.0], [2.0]], [[0.5, 0.0]])
-    pair = group(episode([2, 1], 1.0), episode([2], 0.0))
-    settings = {"gamma": 0.5, "lam": 0.5, "whiten_batch": False}
-    ppo, steppo = (
-        [flat(c.advantages) for c in assign_credit([pair], get_algorithm(name, **settings), values=said)]
-        for name in ("ppo", "steppo")
-    )
-    # PPO (gamma where a step ends): deltas 3 - 1 = 2, 1 - 3 = -2, 1 - 2 = -1; back: -1, -2 - 0.25 = -2.25,
-    # 2 - 0.5 * 2.25 = 0.875. Then 0 - 0.5, 0: -0.5, 0
-    assert ppo == [[0.875, -2.25, -1.0], [-0.5, 0.0]]
-    # StepPO: deltas 1 - 1 = 0, 1 - 2 = -1; back: -1, -0.25. Then 0 - 0.5
-    assert steppo == [[-0.25, -0.25, -1.0], [-0.5, -0.5]]
 
 
 def test_agent_r1_gspo_and_vanilla_losses_train_the_same_thing() -> None:
@@ -124,47 +96,6 @@ def test_agent_r1_gspo_and_vanilla_losses_train_the_same_thing() -> None:
     assert on_policy[0] == pytest.approx(on_policy[1])
     # vanilla clips 2 and keeps 0.5 of each token's own; GSPO's geometric mean is 1 for both
     assert off_policy == [pytest.approx([-0.5, -0.5]), pytest.approx([0.0, -0.25])]
-
-
-@every_row
-def test_agent_r1_the_final_step_is_duplicated_to_carry_the_reward(row: Algorithm) -> None:
-    """AgentR1/Agent-R1, ALFWorld recipe: an extra copy of the last step carries the outcome, which doubles the weight
-    of the last action and adds a transition that never happened."""
-    won, lost = episode([2, 3], 1.0), episode([2, 3], 0.0)
-    first, second = with_critic(row, group(won, lost))
-    assert [first.trajectory, second.trajectory] == [won, lost]
-    assert [len(numbers) for numbers in first.advantages] == [2, 3]
-    assert RewardShaper()([won]) == [[[0.0, 0.0], [0.0, 0.0, 1.0]]]
-
-
-@every_row
-def test_agent_r1_whitening_a_single_row_is_nan(row: Algorithm) -> None:
-    """AgentR1/Agent-R1, core_algos.py: the unbiased deviation of one number is NaN, and so is the update."""
-    (alone,) = with_critic(replace(row, sampling_rounds=1), group(episode([1], 1.0)))
-    assert alone.advantages == [[0.5 if row.needs_greedy else 0.0]]  # ReMax: 1 minus the greedy 0.5, not whitened
-
-
-@pytest.mark.parametrize("name", ["ppo", "steppo"])
-def test_agent_r1_a_truncated_episode_is_treated_as_terminal(name: str) -> None:
-    """AgentR1/Agent-R1, core_algos.py: V after the last step is 0 although the episode was only cut off."""
-
-    def last(stop: StopReason) -> float:
-        said = critic([[0.0], [1.0]], bootstrap=[4.0])
-        row = get_algorithm(name, whiten_batch=False, bootstrap_truncated=True)
-        (got,) = assign_credit([group(episode([1, 1], 1.0, stop=stop))], row, values=said)
-        return got.advantages[-1][-1]
-
-    # 1 + 0 - 1 against 1 + 4 - 1
-    assert last(StopReason.ANSWERED) == 0.0
-    assert last(StopReason.MAX_STEPS) == 4.0
-
-
-def test_agent_r1_the_reward_of_an_empty_response_is_lost() -> None:
-    """AgentR1/Agent-R1: the reward of a zero-length response sits on a masked position and reaches nobody."""
-    silent_at_the_end = episode([2, 0], 1.0, rewards=[0.0, 0.5])
-    assert RewardShaper()([silent_at_the_end]) == [[[0.0, 1.5], []]]
-    first, second = assign_credit([group(silent_at_the_end, episode([2], 0.0))], get_algorithm("dr_grpo"))
-    assert (flat(first.advantages), flat(second.advantages)) == ([0.75, 0.75], [-0.75, -0.75])
 
 
 def test_agent_r1_88_padding_rows_bias_losses_and_critic() -> None:
@@ -188,16 +119,6 @@ def test_agent_r1_88_padding_rows_bias_losses_and_critic() -> None:
     assert targets == pytest.approx(other_targets, abs=1e-6)
     for name, tensor in gradients.items():
         torch.testing.assert_close(tensor, others[name], rtol=1e-4, atol=1e-6)
-
-
-def test_agent_r1_98_mini_batches_cut_trajectories_apart() -> None:
-    """AgentR1/Agent-R1#98: mini-batches counted step rows, so one held parts of trajectories."""
-    learner = learner_for("grpo", num_minibatches=2)
-    credited = credit_for("grpo", random_groups(random.Random(5), rows=2, size=3), learner)
-    parts = split_evenly(credited, 2)
-    assert [item for part in parts for item in part] == credited
-    assert [len(part) for part in parts] == [3, 3]
-    assert learner.update(credited)["optimizer_steps"] == 2
 
 
 def test_agent_r1_30_an_inserted_token_explodes_the_ratio() -> None:
@@ -231,13 +152,6 @@ def test_agent_r1_an_algorithm_trains_on_zeros_without_a_word(row: Algorithm) ->
     assert min(won) > max(lost)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce++_baseline", "gigpo"])
-def test_agent_r1_a_group_of_one_gets_its_raw_reward(name: str) -> None:
-    """AgentR1/Agent-R1 and verl, core_algos.py: a lonely attempt has mean 0 and std 1, so reward is advantage."""
-    (alone,) = assign_credit([group(episode([2], 7.0))], get_algorithm(name))
-    assert flat(alone.advantages) == [0.0, 0.0]
-
-
 # Peers.
 
 
@@ -247,27 +161,6 @@ def test_skyrl_1492_only_the_last_step_has_an_advantage(row: Algorithm) -> None:
     long = episode([3, 1, 4, 2], 1.0)
     credited = with_critic(row, group(long, episode([2], 0.0), episode([5, 2], 0.0)))
     assert [[a != 0.0 for a in numbers] for numbers in credited[0].advantages] == [[True] * n for n in (3, 1, 4, 2)]
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "weights"), [("trajectory", [0.5, 0.5]), ("step", [0.75, 0.25]), ("token", [0.75, 0.25])]
-)
-def test_rllm_512_a_trajectory_of_n_steps_weighs_n_times(aggregation: str, weights: list[float]) -> None:
-    """rllm-org/rllm#512: with a mean over rows and a row per step, long failures outweigh everything else. Where every
-    trajectory should count alike, it does."""
-    row = get_algorithm("grpo", aggregation=aggregation)
-    # three steps of one token in trajectory 0, one in trajectory 1; all advantages -1
-    pull = gradient(row, loss_inputs([0.0] * 4, [-1.0] * 4, steps=[0, 1, 2, 3], trajectories=[0, 0, 0, 1]))
-    assert [sum(pull[:3]), pull[3]] == pytest.approx(weights)
-
-
-def test_verl_6376_the_return_restarts_after_every_tool_reply() -> None:
-    """volcengine/verl#6376: REINFORCE++ reset its return at tool text, so what came before a call lost the reward."""
-    row = get_algorithm("reinforce++")
-    won, lost = assign_credit([group(episode([2, 2, 2], 1.0), episode([3, 3], 0.0))], row)
-    # returns 1 on six tokens and 0 on six, in every step: mean 0.5, unbiased std sqrt(12 * 0.25 / 11) = 0.52223
-    assert flat(won.advantages) == pytest.approx([0.95743] * 6, abs=1e-4)
-    assert flat(lost.advantages) == pytest.approx([-0.95743] * 6, abs=1e-4)
 
 
 def test_slime_1370_the_kl_of_tool_text_enters_the_return() -> None:
@@ -298,31 +191,3 @@ def test_verl_7244_taking_another_turn_is_paid_by_the_baseline(name: str) -> Non
         return [flat(item.advantages)[0] for item in with_critic(row, attempts)]
 
     assert credit([2]) == credit([2, 3, 1])
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "dr_grpo", "gigpo", "reinforce++_baseline"])
-def test_a_group_without_variance_is_divided_to_noise(name: str) -> None:
-    """Many trainers: returns that are equal but for rounding are divided by a deviation of rounding size."""
-    # 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last bit; scaled up, the residue is no smaller than eps
-    size = 2.0**40
-    there = episode([1], rewards=[(0.1 * size + 0.2 * size) + 0.3 * size])
-    back = episode([1], rewards=[(0.3 * size + 0.2 * size) + 0.1 * size])
-    assert there.total_reward != back.total_reward
-    for item in assign_credit([group(there, back)], get_algorithm(name)):
-        assert flat(item.advantages) == [0.0]
-
-
-@pytest.mark.parametrize("name", ["reinforce", "steppo", "gigpo"])
-def test_rllm_per_step_advantages_are_silently_broadcast(name: str) -> None:
-    """rllm-org/rllm documents that `per_step` is turned into `broadcast`: every step gets the trajectory's number."""
-    groups = group(episode([1, 1], 0.0, rewards=[1.0, -1.0]), episode([1, 1], 0.0, rewards=[0.0, 0.0]))
-    first, _ = with_critic(get_algorithm(name), groups)
-    assert first.advantages[0] != first.advantages[1]
-
-
-def test_skyrl_644_a_setting_that_silently_does_nothing() -> None:
-    """NovaSky-AI/SkyRL#644: "being able to pass config that silently does nothing is scary"."""
-    with pytest.raises(ConfigError, match="'rloo' has no setting 'gamma'"):
-        get_algorithm("rloo", gamma=0.9)
-    with pytest.raises(ConfigError, match="'grpo' has no setting 'weight_cap'"):
-        get_algorithm("grpo", weight_cap=5.0)
