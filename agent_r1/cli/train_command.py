@@ -140,11 +140,11 @@ def _check_verl(job: Job, plan: Plan, gpus: int | None, crew: Crew, *, dry_run: 
 
 
 def _launch(job: Job, size: int) -> None:
-    from agent_r1.ranks.launch import launch, same_program
+    from agent_r1.ranks.launch import launch
 
     path = job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
     place = ["--resume" if job.resume else "--run", str(path)]
-    code, cause = launch(same_program(["train", *job.words, *place]), size)
+    code, cause = launch([sys.executable, "-m", "agent_r1.cli", "train", *job.words, *place], size)
     if cause is not None:
         from agent_r1.cli.commands.train import describe_kept
 

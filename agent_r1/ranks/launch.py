@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -116,8 +115,3 @@ class Launched:
             post_failure(self._store, f"{who} {how}")
             return True
         return False
-
-
-def same_program(words: Sequence[str]) -> list[str]:
-    """Return a command line that runs this program with other arguments."""
-    return [sys.executable, "-m", "agent_r1.cli", *words]

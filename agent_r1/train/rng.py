@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
 
 def seed_all(seed: int) -> None:
     random.seed(seed)
@@ -52,19 +50,10 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    workspace = os.environ.get(CUBLAS_WORKSPACE)
-    # cuBLAS reads it once, at the first matrix product on a GPU.
-    os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read once, at the first matrix product: nothing to undo later
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        if workspace is None:
-            del os.environ[CUBLAS_WORKSPACE]
-        else:
-            os.environ[CUBLAS_WORKSPACE] = workspace
+        torch.use_deterministic_algorithms(before)

@@ -24,7 +24,6 @@ from agent_r1.compute.compiling import repeated_layers
 from agent_r1.compute.flash import flash_runs, flash_runs_backward, sum_rows
 from agent_r1.learn.batch.packs import Pack, merge_steps, pack
 from agent_r1.learn.batch.tree import PackLayout, PrefixSharing, lay_out
-from agent_r1.learn.model import packed_attention
 from agent_r1.learn.model.packed_attention import packed_attention_for, segments, varlen
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
@@ -75,20 +74,13 @@ def computed(kernel: Any, tensors: list[Tensor], layout: PackLayout, window: int
     return [output.detach(), *torch.autograd.grad(output, tensors, weights)]
 
 
-@pytest.fixture
-def in_single_precision(kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> PlainKernels:
-    """Which the stand-ins can do and the real ones cannot."""
-    monkeypatch.setattr(packed_attention, "FLASH_DTYPES", (torch.float32,))
-    return kernels
-
-
 # What comes out.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
-@pytest.mark.usefixtures("in_single_precision")
+@pytest.mark.usefixtures("kernels")
 def test_the_operator_computes_what_segments_computes(
     layout: PackLayout, window: int | None, heads: tuple[int, int]
 ) -> None:
@@ -105,7 +97,7 @@ def test_the_operator_computes_what_segments_computes(
     ),
     window=st.none() | st.integers(1, 7),
 )
-@pytest.mark.usefixtures("in_single_precision")
+@pytest.mark.usefixtures("kernels")
 def test_the_operator_computes_what_segments_computes_on_any_trees(
     trees: list[list[list[int]]], window: int | None
 ) -> None:
@@ -272,7 +264,7 @@ def compile_layers(policy: PolicyModel, backend: str) -> None:
     ("family", "kinds", "backend", "checkpoint_activations"),
     [("llama", 1, "aot_eager", False), ("qwen2-sliding", 2, "eager", False), ("gemma3", 2, "eager", True)],
 )
-@pytest.mark.usefixtures("in_single_precision")
+@pytest.mark.usefixtures("kernels")
 def test_compiled_layers_are_one_graph_for_every_kind_of_layer_and_of_layout(
     family: str, kinds: int, backend: str, checkpoint_activations: bool
 ) -> None:
@@ -290,7 +282,7 @@ def test_compiled_layers_are_one_graph_for_every_kind_of_layer_and_of_layout(
     assert not counters["graph_break"]
 
 
-@pytest.mark.usefixtures("in_single_precision")
+@pytest.mark.usefixtures("kernels")
 def test_layers_are_not_recompiled_after_a_first_pack_of_one_run() -> None:
     policy = PolicyModel(tiny_model(), attention="varlen")
     compile_layers(policy, "eager")

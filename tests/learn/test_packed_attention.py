@@ -17,7 +17,6 @@ from agent_r1.learn.model.packed_attention import (
     packed_attention_for,
     segments,
     use_packed_attention,
-    varlen,
 )
 from agent_r1.learn.model.policy import PolicyModel
 from tests.learn.builders import VOCABULARY, step, tiny_model, trajectory
@@ -101,15 +100,6 @@ def test_a_model_that_loses_the_layout_is_refused() -> None:
     use_packed_attention(model, "segments")
     with pytest.raises(ConfigError, match=r"LlamaAttention .*`packed`"):
         model(input_ids=torch.tensor([[1, 2]]))
-
-
-# The kernel of CUDA. More about it in test_flash.py.
-
-
-def test_the_cuda_kernel_refuses_single_precision() -> None:
-    tensors = inputs(RUNS, torch.float32)
-    with pytest.raises(ConfigError, match=r"'varlen' cannot compute in torch\.float32"):
-        varlen(*tensors, layout_of(RUNS), Scoring(scale=0.3))  # type: ignore[call-arg, arg-type]
 
 
 @needs_cuda

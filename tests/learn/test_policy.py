@@ -142,11 +142,6 @@ def test_a_long_window_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert not PolicyModel(tiny_model("qwen2-sliding", sliding_window=4096)).packs
 
 
-def test_an_unknown_attention_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown packed attention 'segment'"):
-        PolicyModel(tiny_model(), attention="segment")
-
-
 def test_tied_weights_are_handed_over_once_under_their_own_names() -> None:
     tied, untied = PolicyModel(tiny_model("llama-tied")), PolicyModel(tiny_model("llama"))
     assert "lm_head.weight" not in tied.weights()

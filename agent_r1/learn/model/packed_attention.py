@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agent_r1.compute.attention import Scoring, plain_attention, read_scoring
-from agent_r1.compute.flash import FLASH_DTYPES, flash_runs, gather_rows, has_flash, sum_rows
-from agent_r1.errors import ConfigError, UnsupportedModelError, did_you_mean
+from agent_r1.compute.flash import flash_runs, gather_rows, has_flash, sum_rows
+from agent_r1.errors import UnsupportedModelError
 from agent_r1.learn.batch.tree import PackLayout
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -83,8 +83,6 @@ def varlen(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, layout: PackLa
         segmented: Tensor = segments(query_NHD, key_NGD, value_NGD, layout, scoring)
         return segmented
     dtype = value_NGD.dtype  # rotary embeddings and norms in fp32 may lift queries and keys above it
-    if dtype not in FLASH_DTYPES:
-        raise ConfigError(f"the packed attention 'varlen' cannot compute in {dtype}; use bfloat16 or 'segments'")
     output_NHD: Tensor = flash_runs(
         query_NHD.to(dtype),
         key_NGD.to(dtype),
@@ -163,8 +161,6 @@ def use_packed_attention(model: Any, name: str | None, autocast_dtype: torch.dty
     """Switch a transformers model to one of the implementations above. None: the fastest on the model's device."""
     if name is None:
         name = packed_attention_for(model.device, autocast_dtype or model.dtype, _head_dim(model.config))
-    if name not in PACKED_ATTENTIONS:
-        raise ConfigError(f"unknown packed attention {name!r}.{did_you_mean(name, PACKED_ATTENTIONS)}")
     layers = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if not layers <= _SUPPORTED_LAYERS or getattr(model.config, "attention_chunk_size", None):
         kinds = sorted(layers - _SUPPORTED_LAYERS) or "chunked_attention"
