@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeFloat
@@ -33,6 +33,7 @@ from agent_r1.vision.pictures import Picture, added_pictures
 
 Scale = Literal["group", "batch", "none"]  # the standard deviation that differences are divided by
 Level = Literal["step", "token"]  # what counts as one decision
+Spread = Literal["trajectory", "step", "token"]  # what has one number
 
 
 # Trajectory level: one number for all tokens.
@@ -40,12 +41,12 @@ Level = Literal["step", "token"]  # what counts as one decision
 
 def group_return(groups: ScoredGroups, *, scale: Scale) -> list[list[Credit]]:
     """Compare the returns inside each group."""
-    return list(map(_broadcast, groups, _group_advantages(groups, scale)))
+    return _credits(groups, torch.cat(_group_advantages(groups, scale)), "trajectory")
 
 
 def leave_one_out_return(groups: ScoredGroups) -> list[list[Credit]]:
     """Compare each return with the mean of the others in its group."""
-    return [_broadcast(group, leave_one_out(_returns(group))) for group in groups]
+    return _credits(groups, torch.cat([leave_one_out(_returns(group)) for group in groups]), "trajectory")
 
 
 def whitened_group_return(groups: ScoredGroups) -> list[list[Credit]]:
@@ -68,7 +69,8 @@ def greedy_difference(groups: ScoredGroups) -> list[list[Credit]]:
             return 0.0
         return item.total - item.baseline
 
-    return [_broadcast(group, [difference(item) for item in group]) for group in groups]
+    differences_N = torch.tensor([difference(item) for item in _flatten(groups)], dtype=torch.float64)
+    return _credits(groups, differences_N, "trajectory")
 
 
 # Step level: one number for all tokens of a step. Token level: one number per token.
@@ -283,24 +285,16 @@ def _value_after(item: Scored) -> float:
     return known if item.trajectory.stop.is_truncated and known is not None else 0.0
 
 
-def _broadcast(group: Sequence[Scored], values_G: Tensor | Sequence[float]) -> list[Credit]:
-    """Give all tokens of a trajectory the same advantage."""
-    numbers = values_G.tolist() if isinstance(values_G, Tensor) else values_G
-    return [
-        Credit(advantages=item.spread([value] * len(item.decisions)))
-        for item, value in zip(group, numbers, strict=True)
-    ]
-
-
 def _credits(
-    groups: ScoredGroups, advantages: Iterable[Tensor], level: Level, targets: Iterable[Tensor] | None = None
+    groups: ScoredGroups, advantages: Iterable[Tensor], level: Spread, targets: Iterable[Tensor] | None = None
 ) -> list[list[Credit]]:
-    """Spread one number per decision over tokens, for each trajectory of the batch in order."""
+    """Spread one number per trajectory, step or token over tokens, for each trajectory of the batch in order."""
     own, wanted = iter(advantages), iter(targets if targets is not None else [])
 
     def credit(item: Scored) -> Credit:
-        spread = item.spread if level == "step" else item.unflatten
-        per_token = spread(next(own).tolist())
+        spread = item.unflatten if level == "token" else item.spread
+        numbers: Any = next(own).tolist()
+        per_token = spread([numbers] * len(item.decisions) if level == "trajectory" else numbers)
         if targets is None:
             return Credit(advantages=per_token)
         rows = spread(next(wanted).tolist())

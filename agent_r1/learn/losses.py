@@ -102,14 +102,13 @@ def clipped_surrogate(
     objective_T = (ratio_T * advantages_T).minimum(clipped_T * advantages_T)
     # The clip is active where it stops the gradient: outside the range, on the side the advantage pushes towards.
     stopped_T = ((ratio_T > 1 + clip_high) & (advantages_T > 0)) | ((ratio_T < 1 - clip_low) & (advantages_T < 0))
-    sums, maxima = ratio_report(log_ratio_T)
+    sums = {"clip_fraction": stopped_T.sum()}
     if dual_clip is not None:
         floor_T = dual_clip * advantages_T
         bounded_T = (advantages_T < 0) & (objective_T < floor_T)
         objective_T = torch.where(advantages_T < 0, objective_T.maximum(floor_T), objective_T)
         sums["dual_clip_fraction"] = bounded_T.sum()
-    sums["clip_fraction"] = stopped_T.sum()
-    return LossOutput(loss=-(weights_T * objective_T).sum(), sums=sums, maxima=maxima)
+    return _reported(-(weights_T * objective_T).sum(), log_ratio_T, sums)
 
 
 def step_log_ratio(log_ratio_T: Tensor, step_ids_T: Tensor, step_sizes_T: Tensor) -> Tensor:
@@ -163,6 +162,11 @@ def ratio_report(log_ratio_T: Tensor) -> tuple[dict[str, Tensor], dict[str, Tens
         return sums, {}
     ratio_max = log_ratio_T.max().clamp(max=MAX_LOG_RATIO).exp()
     return sums, {"ratio_max": ratio_max, "log_ratio_max": log_ratio_T.abs().max()}
+
+
+def _reported(loss: Tensor, log_ratio_T: Tensor, more: dict[str, Tensor]) -> LossOutput:
+    sums, maxima = ratio_report(log_ratio_T)
+    return LossOutput(loss=loss, sums=more | sums, maxima=maxima)
 
 
 # Estimators of KL(p || q) from samples of p, given log q - log p per sample (J. Schulman, "Approximating KL
@@ -272,16 +276,14 @@ def step_clip(
         clip_low=clip_low,
         clip_high=clip_high,
     )
-    sums, maxima = ratio_report(log_ratio_T)  # per token, so that algorithms can be compared
-    return LossOutput(loss=output.loss, sums=output.sums | sums, maxima=maxima)
+    return _reported(output.loss, log_ratio_T, output.sums)  # per token, so that algorithms can be compared
 
 
 def reinforce(inputs: LossInputs, *, aggregation: Aggregation, horizon: PositiveInt) -> LossOutput:
     """No ratio and no clip: correct only for the policy that sampled, so for one optimizer step per batch."""
     weights_T = token_weights(inputs, aggregation=aggregation, horizon=horizon)
     loss = weighted_likelihood(inputs.logprobs_T, inputs.advantages_T, weights_T)
-    sums, maxima = ratio_report(inputs.logprobs_T - inputs.old_logprobs_T)
-    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+    return _reported(loss, inputs.logprobs_T - inputs.old_logprobs_T, {})
 
 
 def capped_weight(
@@ -293,9 +295,7 @@ def capped_weight(
     log_ratio_T = (inputs.logprobs_T - inputs.old_logprobs_T).detach()
     importance_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=weight_cap)
     loss = weighted_likelihood(inputs.logprobs_T, importance_T * inputs.advantages_T, weights_T)
-    sums, maxima = ratio_report(log_ratio_T)
-    capped = (log_ratio_T > math.log(weight_cap)).sum()
-    return LossOutput(loss=loss, sums=sums | {"clip_fraction": capped}, maxima=maxima)
+    return _reported(loss, log_ratio_T, {"clip_fraction": (log_ratio_T > math.log(weight_cap)).sum()})
 
 
 def supervised_loss(inputs: LossInputs) -> LossOutput:

@@ -36,20 +36,8 @@ from tests.learn.builders import (
 GRPO = get_algorithm("grpo")
 
 
-def make_learner(**overrides: Any) -> Learner:
-    policy = overrides.pop("policy", None) or PolicyModel(tiny_model("llama-tied"))
-    settings: dict[str, Any] = {
-        "loss": GRPO.loss,
-        "lr": 1e-2,
-        "temperature": 1.0,
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "max_tokens_per_pack": 8192,
-        "max_nonfinite_updates": 3,
-        "kl_estimator": "k3",
-    }
-    return Learner(policy, **(settings | overrides))
+def make_learner(policy: PolicyModel | None = None, **overrides: Any) -> Learner:
+    return learner_for("grpo", policy, **({"lr": 1e-2, "max_tokens_per_pack": 8192} | overrides))
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
