@@ -260,7 +260,7 @@ def test_supervised_training_learns_to_repeat_the_demonstration() -> None:
 
 @pytest.mark.parametrize("missing", ["reference", "kl_estimator"])
 def test_a_kl_penalty_needs_a_reference_and_an_estimator(missing: str) -> None:
-    settings = {"reference": PolicyModel(tiny_model()), "kl_estimator": "k3"} | {missing: None}
+    settings: dict[str, Any] = {"reference": PolicyModel(tiny_model()), "kl_estimator": "k3", missing: None}
     with pytest.raises(ConfigError, match="kl_coef"):
         make_learner(kl_coef=0.1, **settings)
 
