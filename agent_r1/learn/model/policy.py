@@ -188,7 +188,9 @@ class PolicyModel:
         """The inverse of `trained_state`."""
         own = self.trained_state()
         if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in state.items()}:
-            raise ConfigError("the saved weights or adapter are another model's: continue with its model and lora")
+            raise ConfigError(
+                "the saved weights or adapters do not fit this model: continue with the saved model and section lora"
+            )
         for name, tensor in own.items():
             tensor.copy_(onto(state[name], tensor))
 
