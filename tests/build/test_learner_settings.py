@@ -231,7 +231,7 @@ def test_a_checkpoint_with_other_adapters_is_refused(tmp_path: Path) -> None:
     config = json.loads((run.path / "config.json").read_text(encoding="utf-8"))
     config["lora"]["rank"] = 3
     (run.path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ConfigError, match="adapters do not fit .* lora"):
+    with pytest.raises(ConfigError, match=r"adapters do not fit .* lora"):
         resumed(RunDir.open(run.path))
 
 

@@ -177,7 +177,7 @@ def test_weights_can_be_handed_over_exactly(family: str) -> None:
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="weights .* do not fit"):
+    with pytest.raises(ConfigError, match=r"weights .* do not fit"):
         PolicyModel(tiny_model("llama")).load_trained_state(PolicyModel(tiny_model("llama-tied")).weights())
 
 
