@@ -8,9 +8,10 @@ import os
 import pickle
 import random
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,18 +60,24 @@ class Counting(AgentEnv):
         self.total, self.row_id = self.start, row.row_id
         question = str(row.prompt[0]["content"])
         if question in TRICKS:
-            done: Observation = await TRICKS[question](self)
-            return done
+            observation: Observation = self.after(TRICKS[question](self))
+            return observation
         return self.shown()
 
     async def step(self, action: Action) -> Transition:
         if action.text in TRICKS:
-            done: Transition = await TRICKS[action.text](self)
-            return done
+            transition: Transition = self.after(TRICKS[action.text](self))
+            return transition
         if action.text == "end":
             return Transition(terminated=True, reward=float(self.total), info={"pid": os.getpid()})
         self.total += int(action.text)
         return Transition(observation=self.shown(), reward=0.5, info={"pid": os.getpid()})
+
+    def after(self, done: object) -> Any:
+        """Return what a trick returned. If it is nothing or a dict, the env shows its sum, with that as info."""
+        if done is None or isinstance(done, dict):
+            return Transition(observation=self.shown(), info={"pid": os.getpid(), **(done or {})})
+        return done
 
     def shown(self) -> Observation:
         return Observation(messages=[{"role": "user", "content": f"{self.row_id}: {self.total}"}])
@@ -127,121 +134,17 @@ class Knowing(Counting):
     sees_ground_truth = True
 
 
-async def _die(env: Counting) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def _exit(env: Counting) -> Any:
-    os._exit(3)
-
-
-async def _segfault(env: Counting) -> Any:
+def _segfault() -> None:
     ctypes.string_at(0)
 
 
-async def _leave(env: Counting) -> Any:
-    sys.exit("bye")
-
-
-async def _hang(env: Counting) -> Any:
+def _hang() -> None:
     time.sleep(3600)
 
 
-async def _hang_in_c(env: Counting) -> Any:
+def _hang_in_c() -> None:
     """Holds the interpreter lock, so no thread of the process can interrupt it."""
     ctypes.PyDLL(None).sleep(3600)
-
-
-async def _leak(env: Counting) -> Any:
-    Counting.hoard.append(bytearray(b"x") * (240 * MIB))
-    return Transition(observation=env.shown(), info={"pid": os.getpid()})
-
-
-async def _no_transition(env: Counting) -> Any:
-    return {"text": "not a transition"}
-
-
-async def _function(env: Counting) -> Any:
-    return Transition(observation=env.shown(), info={"moves": [{"apply": lambda: None}]})
-
-
-async def _deep(env: Counting) -> Any:
-    info: dict[str, Any] = {}
-    for _ in range(5000):
-        info = {"inner": info}
-    return Transition(observation=env.shown(), info=info)
-
-
-async def _values(env: Counting) -> Any:
-    """Everything that can be sent back."""
-    call = ToolCallRecord(name="go", arguments={"to": "north"}, result="ok", text_span=(0, 2), info={"n": np.int64(3)})
-    info: Any = {
-        "pair": (1, ("a", None)),
-        7: "seven",
-        "half": "\ud800",
-        "array": [np.float32(0.5), np.True_],
-    }
-    numbers: Any = {"reward": np.float32(0.25), "terminated": np.True_}
-    return Transition(
-        observation=Observation(messages=[{"role": "user", "content": "\ud800 \u20ac"}]),
-        **numbers,
-        stop=StopReason.PARSE_LIMIT,
-        calls=(call,),
-        feedback="fine",
-        info=info,
-    )
-
-
-async def _unprintable(env: Counting) -> Any:
-    raise Unprintable
-
-
-async def _stop_loop(env: Counting) -> Any:
-    asyncio.get_running_loop().stop()
-    return Transition(observation=env.shown(), info={"pid": os.getpid()})
-
-
-async def _exit_later(env: Counting) -> Any:
-    asyncio.get_running_loop().call_soon(sys.exit, 3)
-    return Transition(observation=env.shown(), info={"pid": os.getpid()})
-
-
-async def _interrupt(env: Counting) -> Any:
-    raise KeyboardInterrupt
-
-
-async def _huge(env: Counting) -> Any:
-    return Transition(observation=Observation(text="x" * (40 * MIB)))
-
-
-async def _garbage(env: Counting) -> Any:
-    _write_to_sockets(b"\xff" * 64)
-    return Transition(observation=env.shown())
-
-
-async def _forge(env: Counting) -> Any:
-    """Write an answer to the socket, as a fork could."""
-    _write_to_sockets(write_answer(Answer(number=0, body=b"null")))
-    return Transition(observation=env.shown())
-
-
-async def _bomb(env: Counting) -> Any:
-    """Send a pickle instead of an answer. It creates a directory when it is loaded."""
-    data = pickle.dumps(Bomb(env.row_id))
-    _write_to_sockets(HEADER.pack(len(data)) + data)
-    return Transition(observation=env.shown())
-
-
-async def _bomb_inside(env: Counting) -> Any:
-    """Send a pickle as the returned value."""
-    vars(worker)["dump"] = lambda *_: pickle.dumps(Bomb(env.row_id))
-    return Transition(observation=env.shown())
-
-
-async def _liar(env: Counting) -> Any:
-    """Send JSON that is not a transition."""
-    vars(worker)["dump"] = lambda *_: b'[{"$": "Popen", "args": ["true"]}, null]'
-    return Transition(observation=env.shown())
 
 
 def _write_to_sockets(data: bytes) -> None:
@@ -254,100 +157,89 @@ def _write_to_sockets(data: bytes) -> None:
             pass
 
 
-async def _fork(env: Counting) -> Any:
-    """Let both processes continue."""
-    os.fork()
-    return Transition(observation=env.shown())
-
-
-async def _fork_in_c(env: Counting) -> Any:
-    """Fork without Python noticing."""
-    ctypes.PyDLL(None).fork()
-    return Transition(observation=env.shown())
-
-
-async def _fork_and_leave(env: Counting) -> Any:
-    if os.fork() == 0:
-        sys.exit(0)
-    return Transition(observation=env.shown())
-
-
-async def _fork_and_stay(env: Counting) -> Any:
+def _fork_and_stay() -> int:
     """Fork without Python noticing, so the child keeps all descriptors."""
-    child = ctypes.PyDLL(None).fork()
+    child: int = ctypes.PyDLL(None).fork()
     if child == 0:
         time.sleep(3600)
-    return Transition(observation=env.shown(), info={"pid": os.getpid(), "child": child})
+    return child
 
 
-async def _fork_and_die(env: Counting) -> Any:
-    await _fork_and_stay(env)
-    await _die(env)
+def _nested(levels: int) -> dict[str, Any]:
+    info: dict[str, Any] = {}
+    for _ in range(levels):
+        info = {"inner": info}
+    return info
 
 
-async def _raise(env: Counting) -> Any:
-    raise KeyError("no such move")
+def _values() -> Transition:
+    """Everything that can be sent back."""
+    call = ToolCallRecord(name="go", arguments={"to": "north"}, result="ok", text_span=(0, 2), info={"n": np.int64(3)})
+    info: Any = {"pair": (1, ("a", None)), 7: "seven", "half": "\ud800", "array": [np.float32(0.5), np.True_]}
+    numbers: Any = {"reward": np.float32(0.25), "terminated": np.True_}
+    return Transition(
+        observation=Observation(messages=[{"role": "user", "content": "\ud800 \u20ac"}]),
+        **numbers,
+        stop=StopReason.PARSE_LIMIT,
+        calls=(call,),
+        feedback="fine",
+        info=info,
+    )
 
 
-async def _custom(env: Counting) -> Any:
-    raise Custom("odd", 2)
-
-
-async def _slow(env: Counting) -> Any:
-    time.sleep(0.2)
-    return Transition(observation=env.shown(), info={"pid": os.getpid()})
-
-
-async def _print(env: Counting) -> Any:
-    print("a line from an env" * 10_000)  # noqa: T201 (this is what it is about)
-    return Transition(observation=env.shown())
-
-
-async def _new_tools(env: Counting) -> Any:
-    env.schemas = [*env.schemas, {"type": "function", "function": {"name": "subtract"}}]
-    return Transition(observation=env.shown())
-
-
-async def _child(env: Counting) -> Any:
-    """Start a process, as envs with servers do."""
-    child = await asyncio.create_subprocess_exec("sleep", "3600")
-    return Transition(observation=env.shown(), info={"pid": os.getpid(), "child": child.pid})
-
-
-TRICKS: dict[str, Callable[[Counting], Awaitable[Any]]] = {
-    "die": _die,
-    "exit": _exit,
-    "segfault": _segfault,
-    "leave": _leave,
-    "hang": _hang,
-    "hang in c": _hang_in_c,
-    "leak": _leak,
-    "no transition": _no_transition,
-    "function": _function,
-    "deep": _deep,
-    "values": _values,
-    "unprintable": _unprintable,
-    "stop loop": _stop_loop,
-    "exit later": _exit_later,
-    "interrupt": _interrupt,
-    "bomb": _bomb,
-    "bomb inside": _bomb_inside,
-    "liar": _liar,
-    "huge": _huge,
-    "garbage": _garbage,
-    "forge": _forge,
-    "fork": _fork,
-    "fork in c": _fork_in_c,
-    "fork and leave": _fork_and_leave,
-    "fork and stay": _fork_and_stay,
-    "fork and die": _fork_and_die,
-    "raise": _raise,
-    "custom": _custom,
-    "slow": _slow,
-    "print": _print,
-    "new tools": _new_tools,
-    "child": _child,
+TRICKS: dict[str, Callable[[Counting], object]] = {
+    # ways to end, or not to
+    "die": lambda env: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda env: os._exit(3),
+    "segfault": lambda env: _segfault(),
+    "leave": lambda env: sys.exit("bye"),
+    "hang": lambda env: _hang(),
+    "hang in c": lambda env: _hang_in_c(),
+    "slow": lambda env: time.sleep(0.2),
+    "stop loop": lambda env: asyncio.get_running_loop().stop(),
+    "exit later": lambda env: _forget(asyncio.get_running_loop().call_soon(sys.exit, 3)),
+    # fork; in C, Python does not notice
+    "fork": lambda env: _forget(os.fork()),
+    "fork in c": lambda env: _forget(ctypes.PyDLL(None).fork()),
+    "fork and leave": lambda env: None if os.fork() else sys.exit(0),
+    "fork and stay": lambda env: {"child": _fork_and_stay()},
+    "fork and die": lambda env: (_fork_and_stay(), os.abort()),
+    # raise something
+    "raise": lambda env: _raise(KeyError("no such move")),
+    "custom": lambda env: _raise(Custom("odd", 2)),
+    "unprintable": lambda env: _raise(Unprintable()),
+    "interrupt": lambda env: _raise(KeyboardInterrupt()),
+    # answer with something else
+    "no transition": lambda env: "not a transition",
+    "function": lambda env: {"moves": [{"apply": lambda: None}]},
+    "deep": lambda env: _nested(5000),
+    "values": lambda env: _values(),
+    "huge": lambda env: Transition(observation=Observation(text="x" * (40 * MIB))),
+    # write to the socket: a frame of many bytes, an answer, a pickle that creates a directory
+    "garbage": lambda env: _write_to_sockets(b"\xff" * 64),
+    "forge": lambda env: _write_to_sockets(write_answer(Answer(number=0, body=b"null"))),
+    "bomb": lambda env: _write_to_sockets(_framed(pickle.dumps(Bomb(env.row_id)))),
+    # send, as the returned value: a pickle; JSON that is not a transition
+    "bomb inside": lambda env: vars(worker).update(dump=lambda *_: pickle.dumps(Bomb(env.row_id))),
+    "liar": lambda env: vars(worker).update(dump=lambda *_: b'[{"$": "Popen", "args": ["true"]}, null]'),
+    # the rest
+    "leak": lambda env: Counting.hoard.append(bytearray(b"x") * (240 * MIB)),
+    "print": lambda env: print("a line from an env" * 10_000),  # noqa: T201 (this is what it is about)
+    "new tools": lambda env: env.schemas.append({"type": "function", "function": {"name": "subtract"}}),
+    "child": lambda env: {"child": subprocess.Popen(["sleep", "3600"]).pid},  # as envs with servers do
 }
+
+
+def _framed(data: bytes) -> bytes:
+    return HEADER.pack(len(data)) + data
+
+
+def _forget(value: object) -> None:
+    pass
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def row(row_id: str = "r", question: str = "?") -> TaskRow:
