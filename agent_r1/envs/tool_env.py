@@ -166,22 +166,19 @@ class ToolEnv(AgentEnv):
     async def _run(self, events: Sequence[Event]) -> list[ToolOutcome]:
         outcomes: list[ToolOutcome] = []
         for overlap, group in groupby(events, key=self._may_overlap):
-            calls = list(group)
-            together = overlap and len(calls) > 1
-            outcomes += await self._run_together(calls) if together else [await self._answer(call) for call in calls]
+            if overlap:
+                # Exceptions are raised when all calls have ended, so that no call outlives its step.
+                for outcome in await asyncio.gather(*map(self._answer, group), return_exceptions=True):
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                    outcomes.append(outcome)
+            else:
+                outcomes += [await self._answer(call) for call in group]
         return outcomes
 
     def _may_overlap(self, event: Event) -> bool:
         tool = self._tools.get(event.name)  # None: a bad call, which does not run
         return self.parallel and (tool is None or tool.parallel)
-
-    async def _run_together(self, events: Sequence[Event]) -> list[ToolOutcome]:
-        # Exceptions are raised when all calls have ended, so that no call outlives its step.
-        outcomes = await asyncio.gather(*map(self._answer, events), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return [outcome for outcome in outcomes if isinstance(outcome, ToolOutcome)]
 
     async def _answer(self, event: Event) -> ToolOutcome:
         if isinstance(event, ParseFailure):

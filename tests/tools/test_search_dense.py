@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from agent_r1.errors import ConfigError, DataError
-from agent_r1.tools.search.corpus import Passage
 from agent_r1.tools.search.dense import DenseSettings, Encoder, EncoderSettings
 from agent_r1.tools.search.index import Index
 from agent_r1.tools.search.lexical import LexicalSettings
@@ -56,6 +55,8 @@ def test_a_passage_is_nearest_to_its_own_text(index: Index) -> None:
 
 
 def test_a_dense_batch_finds_the_same_as_single_queries(index: Index) -> None:
+    assert index.search([], 7, "dense") == []
+    assert len(index.search(["moon"], 7, "dense")[0]) == 5  # there are no more
     queries = ["fish in the river", "moon", "the baker buys flour at the mill"]
     for together, query in zip(index.search(queries, 5, "dense"), queries, strict=True):
         [alone] = index.search([query], 5, "dense")
@@ -81,12 +82,6 @@ def test_an_encoder_applies_its_pooling_and_query_prefix(encoder: EncoderSetting
     np.testing.assert_allclose(prefixed.queries(text), mean.passages(["moon otter fish"]), atol=1e-6)
     np.testing.assert_allclose(prefixed.passages(text), mean.passages(text), atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(mean.passages(text), axis=1), 1.0, atol=1e-6)
-
-
-def test_padding_does_not_change_a_vector(encoder: EncoderSettings) -> None:
-    made = Encoder(encoder)
-    short, long = "otter", "the old mill stands on the river bank"
-    np.testing.assert_allclose(made.passages([short, long])[0], made.passages([short])[0], atol=1e-5)
 
 
 def test_an_index_built_with_other_weights_is_refused(tmp_path: Path, encoder: EncoderSettings, index: Index) -> None:
@@ -116,11 +111,3 @@ def test_ivf_finds_the_same_as_flat_with_one_cell(tmp_path: Path, encoder: Encod
     assert {hit.passage.title: hit.score for hit in near} == {
         hit.passage.title: pytest.approx(hit.score, abs=0.02) for hit in exact
     }
-
-
-def test_top_k_above_the_number_of_passages_returns_all(tmp_path: Path, encoder: EncoderSettings) -> None:
-    one = Index.build(
-        [Passage(passage_id="a", title="", text="moon")], tmp_path / "i", dense=DenseSettings(encoder=encoder)
-    )
-    assert len(one.search(["moon"], 7)[0]) == 1
-    assert one.search([], 7) == []

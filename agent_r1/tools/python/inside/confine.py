@@ -158,21 +158,18 @@ def _write(proc: int, name: str, text: str) -> None:
         os.close(fd)
 
 
+def _read(proc: int, name: str) -> bytes:
+    with os.fdopen(os.open(name, os.O_RDONLY, dir_fd=proc), "rb") as file:
+        return file.read()
+
+
 def address_space(proc: int) -> int:
     """Return the bytes of address space that this process uses."""
-    fd = os.open("self/statm", os.O_RDONLY, dir_fd=proc)
-    try:
-        return int(os.read(fd, 200).split()[0]) * resource.getpagesize()
-    finally:
-        os.close(fd)
+    return int(_read(proc, "self/statm").split()[0]) * resource.getpagesize()
 
 
 def count_threads(proc: int) -> int:
-    fd = os.open("self/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-    try:
-        return len(os.listdir(fd))
-    finally:
-        os.close(fd)
+    return int(_read(proc, "self/stat").rpartition(b")")[2].split()[17])
 
 
 def find_children(proc: int) -> set[int]:
@@ -180,8 +177,7 @@ def find_children(proc: int) -> set[int]:
     found = set()
     for name in filter(str.isdigit, os.listdir(proc)):
         with suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
-            with os.fdopen(os.open(f"{name}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
-                after_name = file.read().rpartition(b")")[2]  # the name may contain anything
+            after_name = _read(proc, f"{name}/stat").rpartition(b")")[2]  # the name may contain anything
             if int(after_name.split()[1]) == os.getpid():
                 found.add(int(name))
     return found
