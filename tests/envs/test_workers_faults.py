@@ -81,6 +81,15 @@ def test_a_crash_fails_its_episode_and_the_next_one_has_a_new_process(pool: EnvP
     run(crashed())
 
 
+def test_crashes_in_the_first_call_of_a_process_are_no_bad_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MAX_BAD_STARTS", 1)
+    own = EnvPool(processes=1, step_seconds=60)
+    with pytest.raises(EnvCrashed, match="during reset"):
+        run(own.env(Counting, "counting", {}).reset(row(question="exit")))
+    assert run(play(own.env(Counting, "counting", {}), ["1"]))
+    own.close()
+
+
 def test_the_log_says_where_a_process_crashed(pool: EnvPool, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EnvCrashed, match="during reset"):
         run(pool.env(Counting, "counting", {}).reset(row("here", question="segfault")))

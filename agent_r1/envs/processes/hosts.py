@@ -72,10 +72,10 @@ def front_class(cls: type[AgentEnv]) -> type[WorkerEnv]:
 class Call:
     message: Message
     seconds: float  # time limit
-    env: WorkerEnv | None = None  # None: the start of a process
+    env: WorkerEnv
     future: asyncio.Future[Any] | None = None  # None: nobody awaits the answer
     expected: str = ""  # in a replay: digest of the answer that another process gave
-    imports: bool = False  # starts the process, or imports the class in it
+    imports: bool = False  # imports the class in its process
 
     def __str__(self) -> str:
         return f"{self.message.method} (replayed)" if self.expected else self.message.method
@@ -102,7 +102,6 @@ class Host:
     calls: deque[Call] = field(default_factory=deque)
     began: float = 0.0  # when the oldest call began
     has_started: bool = False
-    start_problem: str = ""
     is_retired: bool = False  # takes no new episodes while another process can
     imported: set[type[AgentEnv]] = field(default_factory=set)
     data_bytes: int = 0  # memory of the process at its last answer
@@ -114,6 +113,10 @@ class Host:
         self.calls.append(call)
         self.process.send(call.message)
 
+    def start(self, answer: Answer) -> None:
+        self.has_started, self.began = True, time.monotonic()
+        self.data_bytes = self.base_bytes = answer.data_bytes
+
     def take_answer(self, answer: Answer) -> Call:
         """Return the answered call; charge its memory growth to its env, or to the base if it imported."""
         call = self.calls.popleft()
@@ -121,7 +124,7 @@ class Host:
         grown, self.data_bytes = answer.data_bytes - self.data_bytes, answer.data_bytes
         if call.imports:
             self.base_bytes += grown
-        elif call.env is not None:
+        else:
             call.env.grown_bytes += grown
         return call
 

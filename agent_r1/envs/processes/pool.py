@@ -36,7 +36,6 @@ from agent_r1.envs.processes.protocol import (
     EnvOutOfMemory,
     EnvStartError,
     Play,
-    Start,
     dump_env,
     load,
     load_error,
@@ -73,7 +72,7 @@ class EnvPool:
         self._memory_mb = memory_mb
         self._limit = f"{HARD_LIMIT * (memory_mb or 0)} MiB, twice task.workers.memory_mb={memory_mb}"
         self._max_bytes = None if memory_mb is None else HARD_LIMIT * memory_mb * MIB
-        self._prepare = prepare
+        self._prepare = prepare or bool
         self._numbers = count()
         self._known: set[tuple[object, ...]] = set()  # kinds of envs that can be created
         self._bad_starts = 0
@@ -169,12 +168,15 @@ class EnvPool:
             raise EnvStartError(self._start_error)
         host = Host()
         try:
-            host.process = WorkerProcess(on_answer=partial(self._on_answer, host), on_lost=partial(self._on_lost, host))
+            host.process = WorkerProcess(
+                max_bytes=self._max_bytes,
+                prepare=self._prepare,
+                on_answer=partial(self._on_answer, host),
+                on_lost=partial(self._on_lost, host),
+            )
         except OSError as error:
             raise EnvStartError(f"a process for envs cannot be started: {error}") from error
         self._hosts.append(host)
-        start = Start(prepare=self._prepare, max_bytes=self._max_bytes)
-        host.send(Call(message=start, seconds=START_SECONDS, imports=True))
         return host
 
     # What comes back
@@ -182,22 +184,19 @@ class EnvPool:
     def _on_answer(self, host: Host, answer: Answer) -> None:
         if host not in self._hosts:
             return
+        if not host.has_started:
+            self._bad_starts = 0
+            host.start(answer)
+            return
         if not host.calls:
             raise ValueError("an answer without a call")
-        if not host.has_started and answer.failed:
-            host.start_problem = answer.traceback
-            self._lose(host)
-            return
         # If half of the memory was free, this call alone asked for too much.
         if answer.out_of_memory and self._max_bytes and 2 * host.taken_bytes > self._max_bytes - host.base_bytes:
             self._replace_full(host)
             return
         call = host.take_answer(answer)
-        if not host.has_started:
-            host.has_started, self._bad_starts = True, 0
         self._check_size(host, answer.resident_bytes // MIB)
-        if call.env is not None:
-            self._deliver(call, call.env, answer)
+        self._deliver(call, call.env, answer)
         if host.is_retired and not host.envs and not host.calls:
             host.process.end()
             self._look_later()
@@ -291,14 +290,14 @@ class EnvPool:
         """Kill a process and move its episodes, except the one whose call runs: the oldest without an answer."""
         how = host.process.kill(ask_where=hung)
         running = host.calls[0] if host.calls else None
-        culprit = None if running is None else running.env
-        what = "no call" if running is None else f"{running} of {culprit}" if culprit else str(running)
+        culprit = running.env if running is not None and host.has_started else None
+        what = f"{running} of {culprit}" if culprit else "no call" if host.has_started else "start"
         logger.warning("an env process %s during %s; printed last:\n%s", how, what, host.process.tail)
         if not host.has_started:
             self._bad_starts += 1
             if self._bad_starts >= MAX_BAD_STARTS:
-                problem = host.start_problem or f"it {how}\n{host.process.tail}"
-                self._start_error = f"{self._bad_starts} env processes in a row did not start; the last one: {problem}"
+                problem = f"the last one {how}\n{host.process.tail}"
+                self._start_error = f"{self._bad_starts} env processes in a row did not start; {problem}"
         fault: EnvFault = EnvCrashed(f"the process of the env {how} during {running}")
         if hung and running is not None:
             also = f", and {START_SECONDS:g} for imports" if running.imports else ""
@@ -316,7 +315,7 @@ class EnvPool:
         for call in host.calls:
             if call.env in waiting:
                 waiting[call.env].append(call)
-            elif call.env is not None:  # the culprit, or an env that was closed during a call
+            else:  # the culprit's, or of an env that was closed during a call
                 call.deliver(error=call.env.fault or EnvLost(reason))
         for env in waiting:  # all of them before one is moved, which may find the next process dead
             env.host, env.grown_bytes = None, 0

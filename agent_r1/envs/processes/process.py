@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -33,17 +34,24 @@ KILL_SECONDS = 10.0  # time for the kernel to end a killed process
 
 BOOT = """\
 import json, sys
-path, channel, lifeline = json.loads(sys.argv.pop())
+path, *orders = json.loads(sys.argv.pop())
 sys.path[:] = path
 from agent_r1.envs.processes.worker import main
-main(channel, lifeline)
+main(*orders)
 """
 
 
 class WorkerProcess:
     """Reports answers, and when there can be no more, to the running event loop. Raises OSError if it cannot start."""
 
-    def __init__(self, *, on_answer: Callable[[Answer], None], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int | None,  # this and the next: see `worker.main`
+        prepare: Callable[[], object],
+        on_answer: Callable[[Answer], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         with ExitStack() as ours, ExitStack() as theirs:
             self._channel, channel = socket.socketpair()
             ours.callback(self._channel.close)
@@ -54,7 +62,7 @@ class WorkerProcess:
             self._output, output = os.pipe()
             ours.callback(os.close, self._output)
             theirs.callback(os.close, output)
-            orders = json.dumps([sys.path, channel.fileno(), watched])
+            orders = json.dumps([sys.path, channel.fileno(), watched, max_bytes, pickle.dumps(prepare).hex()])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", BOOT, orders],  # -P: json must not come from the working directory
                 stdin=subprocess.DEVNULL,

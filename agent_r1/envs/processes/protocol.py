@@ -8,8 +8,9 @@ In a value, numpy numbers become Python numbers, tuples lists, keys of dicts tex
 that is not text, a number, None, a list or a dict is refused in the worker, where the error can still name it. An
 exception is sent as its type's name, text, source and place.
 
-Every message is answered once and in order: the oldest message without an answer is the one that runs. Answers are
-numbered, because an env or its fork could write to the socket and forge one.
+A process says with answer 0 that it has started. Then every message is answered once and in order: the oldest message
+without an answer is the one that runs. Answers are numbered, because an env or its fork could write to the socket and
+forge one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import pickle
 import struct
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import FunctionType
@@ -74,15 +75,6 @@ class EnvRaised(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The first message to a process."""
-
-    prepare: Callable[[], object] | None  # called before any env is created
-    max_bytes: int | None  # limit of private memory
-    method: ClassVar = "start"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
     """A call of `reset` or `step`."""
 
@@ -98,12 +90,12 @@ class Close:
     method: ClassVar = "close"
 
 
-Message = Start | Play | Close
+Message = Play | Close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    number: int  # number of the message, counted by the process from 0
+    number: int  # number of the message, counted by the process from 1
     body: bytes  # JSON: value and tool schemas after a Play, the exception after a failure, else null
     failed: bool = False
     traceback: str = ""  # traceback of a failure, for the log

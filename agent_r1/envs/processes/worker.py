@@ -33,7 +33,6 @@ from agent_r1.envs.processes.protocol import (
     Close,
     Message,
     Play,
-    Start,
     digest,
     dump,
     dump_error,
@@ -46,16 +45,20 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 RESERVE_BYTES = 64 << 20  # memory beyond the limit of envs, to report that one has used all of it
 
 
-def main(channel: int, lifeline: int) -> None:
-    """Serve until the parent closes the channel or ends."""
+def main(channel: int, lifeline: int, max_bytes: int | None, prepare: str) -> None:
+    """Serve until the parent closes the channel or ends. `max_bytes` limits private memory; `prepare` is a pickled
+    function to call before any env is created."""
     os.set_inheritable(channel, False)
     os.set_inheritable(lifeline, False)
     _end_with(lifeline)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
+    if max_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (max_bytes + RESERVE_BYTES,) * 2)
+    pickle.loads(bytes.fromhex(prepare))()
     with runner() as running:
         loop = running.get_loop()
-        run_through(loop, loop.create_task(_serve(socket.socket(fileno=channel))))
+        run_through(loop, loop.create_task(_serve(socket.socket(fileno=channel), max_bytes)))
 
 
 def _end_with(lifeline: int) -> None:
@@ -69,20 +72,20 @@ def _end_with(lifeline: int) -> None:
             os.killpg(0, signal.SIGKILL)
 
 
-async def _serve(channel: socket.socket) -> None:
+async def _serve(channel: socket.socket, max_bytes: int | None) -> None:
     """Answer messages. A forked child must not act as a worker: it has no channel and exits after the env code."""
     os.register_at_fork(after_in_child=channel.close)
-    owner, envs = os.getpid(), _Envs()
+    owner, envs = os.getpid(), _Envs(max_bytes)
     reader, writer = await asyncio.open_connection(sock=channel)
     with suppress(asyncio.IncompleteReadError):  # the parent has closed the channel
-        while True:
-            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-            answer = write_answer(await envs.answer(await reader.readexactly(size)))
-            if os.getpid() != owner:
-                os._exit(1)
-            writer.write(answer)
+        answer = _measured(Answer(number=0, body=b"null"))  # says that it has started
+        while os.getpid() == owner:
+            writer.write(write_answer(answer))
             await writer.drain()
             await asyncio.sleep(0)  # tasks that envs keep get their turn
+            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            answer = await envs.answer(await reader.readexactly(size))
+        os._exit(1)
 
 
 @dataclass(slots=True)
@@ -92,10 +95,10 @@ class _Hosted:
 
 
 class _Envs:
-    def __init__(self) -> None:
-        self._numbers = count()
+    def __init__(self, max_bytes: int | None) -> None:
+        self._numbers = count(1)
         self._hosted: dict[int, _Hosted] = {}
-        self._max_bytes: int | None = None
+        self._max_bytes = max_bytes
 
     async def answer(self, request: bytes) -> Answer:
         number = next(self._numbers)
@@ -109,9 +112,7 @@ class _Envs:
                 traceback=trace(error),
                 out_of_memory=_is_memory(error),
             )
-        # Measured after the exception is gone, and with it everything that its frames held.
-        resident_bytes, data_bytes = _memory()
-        return replace(answer, resident_bytes=resident_bytes, data_bytes=data_bytes)
+        return _measured(answer)  # after the exception is gone, and with it everything that its frames held
 
     async def _answer(self, number: int, message: Message) -> Answer:
         match message:
@@ -121,12 +122,6 @@ class _Envs:
                 hosted = self._hosted.pop(message.episode, None)
                 if hosted is not None and hosted.env is not None:
                     await hosted.env.close()
-            case Start():
-                if message.max_bytes is not None:
-                    self._max_bytes, most = message.max_bytes, message.max_bytes + RESERVE_BYTES
-                    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-                if message.prepare is not None:
-                    message.prepare()
         return Answer(number=number, body=b"null")
 
     async def _play(self, number: int, message: Play) -> Answer:
@@ -171,11 +166,9 @@ def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
-def _memory() -> tuple[int, int]:
-    """Bytes that are resident, and bytes that count against the limit. Zero except on Linux."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            pages = file.read().split()
-        return int(pages[1]) * PAGE_BYTES, int(pages[5]) * PAGE_BYTES
-    except OSError:
-        return 0, 0
+def _measured(answer: Answer) -> Answer:
+    """Add the bytes that are resident, and the bytes that count against the limit; none except on Linux."""
+    with suppress(OSError), open("/proc/self/statm", "rb") as file:
+        pages = file.read().split()
+        return replace(answer, resident_bytes=int(pages[1]) * PAGE_BYTES, data_bytes=int(pages[5]) * PAGE_BYTES)
+    return answer
