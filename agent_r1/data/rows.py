@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice
@@ -59,7 +60,9 @@ def load_rows(
         rows.append(row if row.row_id else replace(row, row_id=f"{split}-{index}"))
     if not rows:
         raise DataError(f"{where} has no rows for split {split!r}")
-    _check_unique(rows, where)
+    [(row_id, times)] = Counter(row.row_id for row in rows).most_common(1)
+    if times > 1:
+        raise DataError(f"{where} has two rows with row_id {row_id!r}; ids name rows in trajectories")
     return rows
 
 
@@ -189,14 +192,6 @@ def _mapping(value: Any, column: str, place: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{place}: {column} must be a mapping or a JSON object, got {type(value).__name__}")
     return {str(key): item for key, item in value.items()}
-
-
-def _check_unique(rows: Sequence[TaskRow], where: str) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if row.row_id in seen:
-            raise DataError(f"{where} has two rows with row_id {row.row_id!r}; ids name rows in trajectories")
-        seen.add(row.row_id)
 
 
 def map_columns(record: Any, columns: Mapping[str, str], *, place: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_reward: float) -> Metric
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     metrics: Metrics = {
         "reward/mean": _mean(episodes, lambda t: 0.0 if t.stop.is_failure else t.total_reward),
-        "success": _mean(episodes, lambda t: float(is_success(t, success_reward))),
+        "success": _success(episodes, success_reward),
         "episode/steps": _mean(episodes, lambda t: sum(not step.is_summary for step in t.steps)),
         "episode/tool_calls": _mean(episodes, lambda t: sum(len(step.calls) for step in t.steps)),
         "episode/bad_calls": _mean(
@@ -85,10 +85,7 @@ def _success_by_source(groups: Sequence[Group], success_reward: float) -> Metric
     if len(sources) < 2:
         return {}
     played = {source: [t for g in groups if g.row.data_source == source for t in g.trajectories] for source in sources}
-    return {
-        f"success/{source}": _mean(episodes, lambda t: float(is_success(t, success_reward)))
-        for source, episodes in played.items()
-    }
+    return {f"success/{source}": _success(episodes, success_reward) for source, episodes in played.items()}
 
 
 def _context_metrics(episodes: Sequence[Trajectory]) -> Metrics:
@@ -123,6 +120,10 @@ def count_tokens(groups: Iterable[Group]) -> int:
 
 def _mean(episodes: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
     return fmean(value(trajectory) for trajectory in episodes) if episodes else 0.0
+
+
+def _success(episodes: Sequence[Trajectory], success_reward: float) -> float:
+    return _mean(episodes, lambda t: float(is_success(t, success_reward)))
 
 
 def failed_share(metrics: Mapping[str, float]) -> float:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -160,17 +161,13 @@ def eval_file(folder: Path, subject: Subject, *, name: str | None, stem: str) ->
 
     Repeating an evaluation replaces its file; a different evaluation is never overwritten.
     """
-    if name is not None:
-        if not re.fullmatch(r"[\w.\-]*\w[\w.\-]*", name):
-            raise ConfigError(f"--name {name!r}: use letters, digits, '.', '-' and '_'")
-        path = folder / f"{name}.json"
-        if path.exists() and EvalRecord.load(path).subject != subject:
-            raise ConfigError(f"{path} holds a different evaluation: choose another --name, or remove it")
-        return path
-    path, number = folder / f"{stem}.json", 2
-    while path.exists() and EvalRecord.load(path).subject != subject:
-        path, number = folder / f"{stem}-{number}.json", number + 1
-    return path
+    if name is not None and not re.fullmatch(r"[\w.\-]*\w[\w.\-]*", name):
+        raise ConfigError(f"--name {name!r}: use letters, digits, '.', '-' and '_'")
+    names = chain([stem], (f"{stem}-{number}" for number in count(2))) if name is None else [name]
+    for path in (folder / f"{each}.json" for each in names):
+        if not path.exists() or EvalRecord.load(path).subject == subject:
+            return path
+    raise ConfigError(f"{path} holds a different evaluation: choose another --name, or remove it")
 
 
 def keep(record: EvalRecord, folder: Path, *, stem: str) -> Path:

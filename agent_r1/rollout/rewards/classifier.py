@@ -51,12 +51,14 @@ class ClassifierReward:
         labels = self._model.config.num_labels
         if (label is None and labels != 1) or (label is not None and not 0 <= label < labels):
             raise ConfigError(f"{path} has {labels} labels, got label={label}; give the index of one of them")
-        places = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        config = self._model.config.get_text_config()
+        places = getattr(config, "max_position_embeddings", None) or math.inf
         if max_tokens > places:
             raise ConfigError(f"{path} reads at most {places} tokens, got max_tokens={max_tokens}; lower it")
         self._format = format
         self._max_tokens = max_tokens
-        self._max_batch = max_batch
+        self._pad = config.pad_token_id
+        self._max_batch = 1 if self._pad is None else max_batch  # decoders are read at the last id that is not padding
         self._label = label
         added = self._tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
@@ -109,28 +111,16 @@ class ClassifierReward:
     def _forward(self, ids: list[list[int]]) -> list[float]:
         import torch
 
-        config = self._model.config.get_text_config()
-        given = config.pad_token_id
-        # Decoders are read at the last id that is not padding; without a pad id, use one that does not occur.
-        pad = given if given is not None else _absent_id(ids)
+        pad = self._pad or 0  # without a pad id, there is one text per pass and nothing to pad
         longest = max(map(len, ids))
         # Padding on the right does not shift positions.
         tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=self._model.device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=self._model.device)
-        config.pad_token_id = pad
-        try:
-            with torch.inference_mode():
-                logits = self._model(input_ids=tokens, attention_mask=mask).logits.float()
-        finally:
-            config.pad_token_id = given
+        with torch.inference_mode():
+            logits = self._model(input_ids=tokens, attention_mask=mask).logits.float()
         scores = logits[:, 0] if self._label is None else logits.softmax(dim=-1)[:, self._label]
         as_floats: list[float] = scores.tolist()
         return as_floats
-
-
-def _absent_id(ids: list[list[int]]) -> int:
-    present = {token for row in ids for token in row}
-    return next(token for token in range(len(present) + 1) if token not in present)
 
 
 def _load(path: str, device: str) -> tuple[Any, Any]:
