@@ -11,8 +11,7 @@ import logging
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -101,24 +100,12 @@ class Episode:
 
         One call at a time, because the steps of a trajectory are ordered.
         """
-        if self.is_closed or self._acting:
-            when = "after the episode had ended" if self.is_closed else "while another call runs; await that one first"
-            raise RuntimeError(f"episode.act was called {when}")
-        self._check_role(role)
-        tools, hidden = tools or [], None
-        with self._calling():
-            await self._check_steps(observation, tools, context)
-            await self._receive(observation)
-            if context is not None:
-                view = await self._view(observation, context, _Writer(self, tools, role))
-                observation, hidden = Observation(messages=view.messages), view.hidden
-                await _check_pictures(observation)  # the policy may show other pictures
-            pending, prompt = self._begin(observation, tools)
-            step, text = await self._sample(prompt, self._response_limit(role), hidden, role=role)
-            if step.is_cut:  # a response cut in half must not be executed
-                raise self._cut_limit(step)
-            self._conversations.finish(pending, step.response_ids, text)
-            return Action(text=text, token_ids=step.response_ids)
+        if self._acting:
+            raise RuntimeError("episode.act was called while another call runs; await that one first")
+        response = await self._call(observation, tools or [], role, context=context)
+        if response.step.is_cut:  # a response cut in half must not be executed
+            raise self._cut_limit(response.step)
+        return Action(text=response.text, token_ids=response.token_ids)
 
     async def respond(
         self,
@@ -134,39 +121,51 @@ class Episode:
 
         Steps are in the order in which their calls began, whichever response comes first.
         """
+        return await self._call(
+            observation, tools or [], role, after=after, max_tokens=max_tokens, stop_texts=stop_texts
+        )
+
+    async def _call(
+        self,
+        observation: Observation,
+        tools: ToolSchemas,
+        role: str,
+        *,
+        context: ContextPolicy | None = None,
+        after: Sequence[Exchange] | None = None,  # None: whichever exchange the observation follows
+        max_tokens: int | None = None,
+        stop_texts: Sequence[str] = (),
+    ) -> Response:
+        """Sample and record a response, and note the limit that it reaches."""
         if self.is_closed:
-            raise RuntimeError("episode.respond was called after the episode had ended")
-        self._check_role(role)
-        with self._calling():
-            await self._check_steps(observation, tools or [], None)
-            await self._receive(observation)
-            pending, prompt = self._begin(observation, tools or [], after)
+            raise RuntimeError("the model was called after the episode had ended")
+        if role and role not in self.roles:
+            raise ValueError(f"role {role!r} is not one of the roles of this flow, {self.roles}: add it to the class")
+        task, hidden = asyncio.current_task(), None
+        self._acting.add(task)
+        self.limit = None  # a flow may catch a limit and continue with a shorter conversation
+        try:
+            await self._check_steps(observation, tools, context)
+            self.opening = self.opening or sanitize_messages(observation.messages or [])
+            await _check_pictures(observation)
+            if context is not None:
+                view = await self._view(observation, context, _Writer(self, tools, role))
+                observation, hidden = Observation(messages=view.messages), view.hidden
+                await _check_pictures(observation)  # the policy may show other pictures
+            pending, prompt = self._begin(observation, tools, after)
             own = self._response_limit(role)
             wanted = own if max_tokens is None else min(own, max_tokens)
-            step, text = await self._sample(prompt, wanted, None, stop_texts, role=role)
+            step, text = await self._sample(prompt, wanted, hidden, stop_texts, role=role)
             exchange = self._conversations.finish(pending, step.response_ids, text)
             full = len(step.prompt_ids) + len(step.response_ids) >= self.limits.max_context_tokens
             if step.is_cut and (wanted == own or full):
                 self.limit = self._cut_limit(step)
             return Response(text=text, step=step, extends=pending.earlier is not None, exchange=exchange)
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Note a running call, and the limit that it reaches."""
-        task = asyncio.current_task()
-        self._acting.add(task)
-        self.limit = None  # a flow may catch a limit and continue with a shorter conversation
-        try:
-            yield
         except EpisodeLimit as limit:
             self.limit = limit
             raise
         finally:
             self._acting.discard(task)
-
-    def _check_role(self, role: str) -> None:
-        if role and role not in self.roles:
-            raise ValueError(f"role {role!r} is not one of the roles of this flow, {self.roles}: add it to the class")
 
     def _response_limit(self, role: str) -> int:
         own = self._sampling.get(role) if role else None
@@ -177,11 +176,6 @@ class Episode:
         if self.num_actions + len(self._acting) > self.limits.max_steps:
             self.unanswered = await self._unanswered_prompt(observation, tools, context)
             raise EpisodeLimit(StopReason.MAX_STEPS, f"max_steps is {self.limits.max_steps}", setting="max_steps")
-
-    async def _receive(self, observation: Observation) -> None:
-        """Keep the first observation for people, and refuse damaged pictures."""
-        self.opening = self.opening or sanitize_messages(observation.messages or [])
-        await _check_pictures(observation)
 
     def _cut_limit(self, step: Step) -> EpisodeLimit:
         """The limit that cut this response."""

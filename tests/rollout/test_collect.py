@@ -247,7 +247,7 @@ def test_an_env_left_behind_after_its_deadline_cannot_sample_any_more(monkeypatc
     trajectory = asyncio.run(main())
     assert trajectory.stop is StopReason.TIMEOUT
     assert len(engine.calls) == len(trajectory.steps) == 1
-    assert [str(error) for error in late] == ["episode.act was called after the episode had ended"]
+    assert [str(error) for error in late] == ["the model was called after the episode had ended"]
 
 
 def test_cancelling_a_batch_closes_every_env_and_releases_every_session() -> None:
