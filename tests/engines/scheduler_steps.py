@@ -63,3 +63,14 @@ def run(engine: Scheduler, token: int = 7) -> list[Request]:
         assert chunks
         finished += done
     return finished
+
+
+def submit(engine: Scheduler, *requests: Request) -> None:
+    for each in requests:
+        engine.submit(each)
+
+
+def play(engine: Scheduler, tokens: list[int], *, max_tokens: int = 3, session: str = "s") -> None:
+    """Submit a request, and run until all are complete."""
+    engine.submit(request(tokens, max_tokens=max_tokens, session=session))
+    run(engine)

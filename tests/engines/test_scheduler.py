@@ -9,7 +9,19 @@ import numpy as np
 
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.request import Request
-from tests.engines.scheduler_steps import GPU, STOP, drawn, draws, has_requests, request, run, scheduler, step
+from tests.engines.scheduler_steps import (
+    GPU,
+    STOP,
+    drawn,
+    draws,
+    has_requests,
+    play,
+    request,
+    run,
+    scheduler,
+    step,
+    submit,
+)
 
 
 def test_a_request_is_prefilled_at_once_and_then_decoded_token_by_token() -> None:
@@ -35,8 +47,7 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
 
 def test_the_next_request_of_a_session_reuses_the_common_prefix() -> None:
     engine = scheduler()
-    engine.submit(request([1, 2, 3, 4, 5]))
-    run(engine)
+    play(engine, [1, 2, 3, 4, 5])
     # cached: the prompt and two of the three sampled tokens; the last was never run
     engine.submit(request([1, 2, 3, 4, 5, 7, 7, 7, 30]))
     (chunk,), _ = step(engine)
@@ -47,15 +58,13 @@ def test_the_next_request_of_a_session_reuses_the_common_prefix() -> None:
 def test_a_repeated_prompt_still_runs_its_last_token() -> None:
     engine = scheduler()
     for _ in range(2):
-        engine.submit(request([1, 2, 3]))
-        run(engine)
+        play(engine, [1, 2, 3])
     assert (engine.stats.reused_tokens, engine.stats.prefilled_tokens) == (2, 3 + 1)
 
 
 def test_releasing_a_session_frees_its_blocks_now_or_when_its_request_ends() -> None:
     engine = scheduler(num_blocks=8)
-    engine.submit(request([1, 2, 3]))
-    run(engine)
+    play(engine, [1, 2, 3])
     assert engine.free_blocks < 8
     engine.release("s")
     engine.release("unknown")
@@ -70,22 +79,19 @@ def test_releasing_a_session_frees_its_blocks_now_or_when_its_request_ends() -> 
 def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     engine = scheduler(num_blocks=4)
     for session in ("a", "b", "a"):  # one block each; a is the fresher one
-        engine.submit(request([1, 2], max_tokens=1, session=session))
-        run(engine)
+        play(engine, [1, 2], max_tokens=1, session=session)
     engine.submit(request(list(range(8)), max_tokens=1, session="c"))  # 8 tokens and one to come: 3 blocks
     run(engine)
     assert engine.stats.evictions == 1
     reused = engine.stats.reused_tokens
-    engine.submit(request([1, 2], max_tokens=1, session="a"))
-    run(engine)
+    play(engine, [1, 2], max_tokens=1, session="a")
     assert engine.stats.reused_tokens == reused + 1  # a was not evicted
 
 
 def test_the_youngest_request_is_preempted_and_keeps_its_tokens() -> None:
     engine = scheduler(num_blocks=5)
     old, young = request([1] * 7, max_tokens=8, session="old"), request([2] * 3, max_tokens=8, session="young")
-    engine.submit(old)
-    engine.submit(young)
+    submit(engine, old, young)
     finished = run(engine)
     # old grows to 15 tokens, 4 blocks, and young to 11, 3 blocks: 5 are not enough for both
     assert engine.stats.preemptions > 0
@@ -96,8 +102,7 @@ def test_the_youngest_request_is_preempted_and_keeps_its_tokens() -> None:
 def test_at_most_max_running_run_and_the_rest_follow_in_order() -> None:
     engine = scheduler(max_running=2)
     requests = [request([i], session=str(i)) for i in range(5)]
-    for each in requests:
-        engine.submit(each)
+    submit(engine, *requests)
     chunks, _ = step(engine)
     assert [chunk.request for chunk in chunks] == requests[:2]
     assert run(engine) == requests
@@ -106,8 +111,7 @@ def test_at_most_max_running_run_and_the_rest_follow_in_order() -> None:
 def test_a_request_cancelled_during_a_step_leaves_without_a_trace() -> None:
     engine = scheduler(num_blocks=8)
     gone, stays = request([1, 2], session="gone"), request([3, 4], session="stays")
-    engine.submit(gone)
-    engine.submit(stays)
+    submit(engine, gone, stays)
     chunks = engine.plan()
     engine.cancel(gone)
     engine.cancel(gone)
@@ -124,8 +128,7 @@ def test_bookkeeping_grows_linearly_with_an_episode() -> None:
         tokens: list[int] = []
         for turn in range(turns):
             tokens += [1000 + turn] * 20
-            engine.submit(request(tokens, max_tokens=1))
-            run(engine)
+            play(engine, tokens, max_tokens=1)
         return len(pickle.dumps(engine))
 
     assert kept(100) < 2.5 * kept(50)  # quadratic growth would give four times

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.scheduler_steps import CPU, GPU, STOP, both, drawn, draws, request, run, scheduler, step
+from tests.engines.scheduler_steps import (
+    CPU,
+    GPU,
+    STOP,
+    both,
+    drawn,
+    draws,
+    play,
+    request,
+    run,
+    scheduler,
+    step,
+    submit,
+)
 
 
 def test_with_copies_equal_prompts_wait_for_the_one_that_is_being_computed() -> None:
     engine = scheduler(max_batch_tokens=4, **CPU)
     group = [request(list(range(10)), session=str(i)) for i in range(3)]
     other = request(list(range(50, 53)), max_tokens=1, session="other")
-    for each in (*group, other):
-        engine.submit(each)
+    submit(engine, *group, other)
     seen = [[(c.request.session, c.start, c.length) for c in step(engine)[0]] for _ in range(3)]
     # 10 tokens in 4 + 4 + 2; the unrelated request need not wait.
     assert seen == [[("0", 0, 4)], [("0", 4, 4)], [("0", 8, 2), ("other", 0, 2)]]
@@ -25,8 +37,7 @@ def test_with_copies_equal_prompts_wait_for_the_one_that_is_being_computed() -> 
 def test_shared_blocks_can_be_used_in_the_step_that_computes_them() -> None:
     engine = scheduler(**GPU)
     group = [request(list(range(10)), session=str(i)) for i in range(3)]
-    for each in group:
-        engine.submit(each)
+    submit(engine, *group)
     chunks, _ = step(engine)
     # Two full blocks are shared. The third is not full, so each computes its own.
     assert [(c.request, c.start, c.ids) for c in chunks] == [
@@ -42,8 +53,7 @@ def test_shared_blocks_can_be_used_in_the_step_that_computes_them() -> None:
 def test_shared_blocks_are_not_used_before_the_step_that_computes_them() -> None:
     engine = scheduler(max_batch_tokens=4, **GPU)
     first, late = request(list(range(10)), session="first"), request(list(range(9)), session="late")
-    engine.submit(first)
-    engine.submit(late)
+    submit(engine, first, late)
     seen = [[(c.request, c.start, c.length) for c in step(engine)[0]] for _ in range(3)]
     # The late one lacks a single token, for which there is always room. It still waits for the two blocks before it:
     # the first step computes only one of them.
@@ -55,8 +65,7 @@ def test_shared_blocks_are_not_used_before_the_step_that_computes_them() -> None
 def test_requests_begin_again_if_nobody_will_compute_what_they_share() -> None:
     engine = scheduler(max_batch_tokens=4, **GPU)
     gone, *stay = (request(list(range(10)), session=session) for session in ("gone", "stays", "too"))
-    for each in (gone, *stay):
-        engine.submit(each)
+    submit(engine, gone, *stay)
     chunks = engine.plan()
     assert [(c.request, c.start, c.length) for c in chunks] == [(gone, 0, 4)]
     engine.cancel(gone)  # its second block is not computed
@@ -72,8 +81,7 @@ def test_prompts_with_the_same_system_prompt_wait_only_for_its_blocks(side: dict
     engine = scheduler(max_batch_tokens=8, **side)
     system = list(range(10, 20))
     first, second = (request([*system, *extra], max_tokens=1, session=str(extra)) for extra in ([1, 2, 3], [4, 5]))
-    engine.submit(first)
-    engine.submit(second)
+    submit(engine, first, second)
     assert [(c.request, c.start, c.length) for c in step(engine)[0]] == [(first, 0, 8)]
     # 2 blocks of 4 tokens are shared; the third only begins with 2 tokens of the system prompt.
     # The step has 8 tokens for both: 5 of the first, and 3 of the 4 that the second lacks.
@@ -84,8 +92,7 @@ def test_prompts_with_the_same_system_prompt_wait_only_for_its_blocks(side: dict
 def test_requests_that_copy_continue_when_the_one_they_wait_for_is_cancelled() -> None:
     engine = scheduler(num_blocks=8, max_batch_tokens=4, **CPU)
     gone, *stay = (request(list(range(6)), session=session) for session in ("gone", "stays", "too"))
-    for each in (gone, *stay):
-        engine.submit(each)
+    submit(engine, gone, *stay)
     chunks = engine.plan()
     assert [chunk.request for chunk in chunks] == [gone]
     engine.cancel(gone)
@@ -98,11 +105,9 @@ def test_requests_that_copy_continue_when_the_one_they_wait_for_is_cancelled() -
 
 def test_with_shared_decoding_equal_requests_run_once_until_they_sample_different_tokens() -> None:
     engine = scheduler(**CPU)
-    engine.submit(request([1, 2, 3, 4, 5], session="first"))
-    run(engine)
+    play(engine, [1, 2, 3, 4, 5], session="first")
     group = [request([1, 2, 3, 4, 5], max_tokens=4, session=str(i)) for i in range(3)]
-    for each in group:
-        engine.submit(each)
+    submit(engine, *group)
     (chunk,) = engine.plan()
     assert (chunk.request, chunk.start, chunk.ids, chunk.draws) == (group[0], 4, [5], group)
     engine.apply([chunk], [([7], [-1.0], None), ([7], [-2.0], None), ([8], [-3.0], None)])
@@ -119,11 +124,9 @@ def test_with_shared_decoding_equal_requests_run_once_until_they_sample_differen
 
 def test_twins_continue_when_the_request_that_runs_for_them_is_cancelled() -> None:
     engine = scheduler(num_blocks=8, **CPU)
-    engine.submit(request([1, 2], max_tokens=1, session="first"))
-    run(engine)
+    play(engine, [1, 2], max_tokens=1, session="first")
     gone, stays = request([1, 2], session="gone"), request([1, 2], session="stays")
-    engine.submit(gone)
-    engine.submit(stays)
+    submit(engine, gone, stays)
     (chunk,) = engine.plan()
     assert chunk.draws == [gone, stays]
     engine.cancel(gone)
@@ -135,11 +138,9 @@ def test_twins_continue_when_the_request_that_runs_for_them_is_cancelled() -> No
 @both
 def test_only_the_last_token_runs_of_a_prompt_that_another_session_holds(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
-    engine.submit(request([1, 2, 3, 4, 5, 6], session="first"))
-    run(engine)
+    play(engine, [1, 2, 3, 4, 5, 6], session="first")
     late = [request([1, 2, 3, 4, 5, 6], session=session) for session in ("late", "too")]
-    for each in late:
-        engine.submit(each)
+    submit(engine, *late)
     chunks, _ = step(engine)
     assert {(chunk.start, *chunk.ids) for chunk in chunks} == {(5, 6)}
     copies = [pair for chunk in chunks for pair in chunk.copies]
@@ -180,13 +181,11 @@ def test_a_block_that_is_computed_in_the_same_step_is_not_copied() -> None:
 def test_a_request_cancelled_before_its_copies_were_made_frees_their_sources(side: dict[str, Any]) -> None:
     engine = scheduler(max_batch_tokens=4, **side)
     for session in ("first", "late"):
-        engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session=session))
-        run(engine)
+        play(engine, [1, 2, 3, 4, 5], max_tokens=1, session=session)
     busy = request(list(range(20, 28)), max_tokens=1, session="busy")  # has the whole budget for two steps
     extends = request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session="new")  # in a copy, unless it may share the block
     rewrites = request([1, 2, 60, 61], max_tokens=1, session="first")  # in a copy, as others share it or will copy it
-    for each in (busy, extends, rewrites):
-        engine.submit(each)
+    submit(engine, busy, extends, rewrites)
     step(engine)
     assert (len(extends.copies), len(rewrites.copies)) == (1 if side is CPU else 0, 1)
     for each in (busy, extends, rewrites):
@@ -199,10 +198,8 @@ def test_a_request_cancelled_before_its_copies_were_made_frees_their_sources(sid
 @both
 def test_a_session_rewrites_shared_blocks_in_a_copy(side: dict[str, Any]) -> None:
     engine = scheduler(**side)
-    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="first"))
-    run(engine)
-    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="late"))
-    run(engine)
+    play(engine, [1, 2, 3, 4, 5], max_tokens=1, session="first")
+    play(engine, [1, 2, 3, 4, 5], max_tokens=1, session="late")
     engine.submit(request([1, 2, 60, 61], max_tokens=1, session="first"))
     (chunk,), _ = step(engine)
     # Block 0 is also the late one's, unless that has a copy.
@@ -232,11 +229,9 @@ def test_every_prompt_of_a_growing_episode_can_be_found_in_its_blocks(side: dict
 
 def test_with_copies_equal_prompts_wait_for_the_one_that_already_has_a_cache() -> None:
     engine = scheduler(**CPU)
-    engine.submit(request([1, 2, 3, 4, 5], max_tokens=1, session="ahead"))
-    run(engine)
+    play(engine, [1, 2, 3, 4, 5], max_tokens=1, session="ahead")
     group = [request([1, 2, 3, 4, 5, 6, 7], max_tokens=1, session=session) for session in ("ahead", "b", "c", "d")]
-    for each in group:
-        engine.submit(each)
+    submit(engine, *group)
     (ahead,), _ = step(engine)
     assert (ahead.ids, ahead.draws) == ([6, 7], group[:1])
     others, _ = step(engine)
@@ -247,8 +242,7 @@ def test_with_copies_equal_prompts_wait_for_the_one_that_already_has_a_cache() -
 def test_with_copies_the_common_prefix_of_preempted_requests_is_recomputed_once() -> None:
     engine = scheduler(**CPU)
     pair = [request([1, 2, 3], session=session) for session in ("a", "b")]
-    for each in pair:
-        engine.submit(each)
+    submit(engine, *pair)
     step(engine)
     step(engine)
     engine.forget()
@@ -261,8 +255,7 @@ def test_with_copies_the_common_prefix_of_preempted_requests_is_recomputed_once(
 def test_the_shared_blocks_of_preempted_requests_are_recomputed_once() -> None:
     engine = scheduler(**GPU)
     pair = [request([1, 2, 3, 4, 5], session=session) for session in ("a", "b")]
-    for each in pair:
-        engine.submit(each)
+    submit(engine, *pair)
     step(engine)
     engine.forget()
     again = step(engine)[0]
@@ -288,8 +281,7 @@ def test_a_session_that_starts_over_can_evict_its_own_cache(side: dict[str, Any]
 
 def test_a_burst_may_grow_into_the_block_that_was_copied_from() -> None:
     engine = scheduler(num_blocks=6, burst=4, **GPU)
-    engine.submit(request(list(range(19)), max_tokens=1, session="first"))
-    run(engine)
+    play(engine, list(range(19)), max_tokens=1, session="first")
     late = request(list(range(19)), max_tokens=5, session="late")
     engine.submit(late)
     # 4 shared blocks and a copy of the fifth: all six. Its first burst runs tokens up to 18 + 1 + 3, the sixth block.

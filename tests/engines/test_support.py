@@ -22,11 +22,11 @@ from agent_r1.flows.flow import SingleStepFlow
 from agent_r1.learn.batch.packs import merge_steps, pack
 from agent_r1.learn.batch.support import supports_of
 from agent_r1.learn.model.policy import PolicyModel
-from agent_r1.types import CreditedTrajectory, Step, StopReason, Support, Trajectory
+from agent_r1.types import CreditedTrajectory, Support
 from tests.chatml import _no_env, collector, row, tokenizer
 from tests.engines.engine_sides import CPU, GPU, both, engine, generate
 from tests.engines.tiny_models import prompts, tiny
-from tests.learn.builders import learner_for, tiny_model
+from tests.learn.builders import learner_for, step, tiny_model, trajectory
 
 # log of 0.5, 0.3, 0.15, 0.05, in the order of ids 2, 0, 3, 1
 LOGITS = torch.tensor([0.3, 0.05, 0.5, 0.15]).log()
@@ -157,24 +157,10 @@ def test_at_unchanged_weights_every_ratio_is_one(side: dict[str, Any]) -> None:
     with engine(model, **side) as local:
         asked = prompts(*PROMPTS)
         sampled = generate(local, asked, sampling)
+    settings = {"temperature": 0.8, "top_p": 0.85, "top_k": 9}
     attempts = [
-        Trajectory(
-            row_id="row",
-            trajectory_id=str(i),
-            steps=[
-                Step(
-                    prompt_ids=prompt,
-                    response_ids=answer.token_ids,
-                    response_logprobs=answer.logprobs,
-                    temperature=0.8,
-                    top_p=0.85,
-                    top_k=9,
-                    support=answer.support,
-                )
-            ],
-            stop=StopReason.ANSWERED,
-        )
-        for i, (prompt, answer) in enumerate(zip(asked, sampled, strict=True))
+        trajectory(replace(step(prompt, one.token_ids, one.logprobs), support=one.support, **settings), name=str(i))  # type: ignore[arg-type]
+        for i, (prompt, one) in enumerate(zip(asked, sampled, strict=True))
     ]
     supports = supports_of(attempts, temperature=0.8)
     [whole] = pack(merge_steps(attempts), 10_000, supports=supports)

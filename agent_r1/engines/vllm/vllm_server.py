@@ -140,7 +140,11 @@ class Server:
             raise ConfigError(f"{self} was started with other settings than this run needs: start it with {needed}")
 
     async def generate(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
-        return await self._post(client, GENERATE, json=body)
+        answer = await self._post(client, GENERATE, json=body)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise RolloutError(f"{self} answered {GENERATE} with {answer.text[:200]!r}, not JSON") from error
 
     async def update(self, client: httpx.AsyncClient, path: str) -> None:
         """Replace the weights by those in a folder. Nothing may run."""
@@ -169,10 +173,10 @@ class Server:
     async def swap_adapter(self, client: httpx.AsyncClient, path: str) -> None:
         """Sample with the adapter in a folder from now on. Its name is new, so that no cache of another one is used."""
         old, name = self.adapter, f"agent-r1-{uuid4().hex}"
-        await self._post(client, LOAD_ADAPTER, is_json=False, json={"lora_name": name, "lora_path": path})
+        await self._post(client, LOAD_ADAPTER, json={"lora_name": name, "lora_path": path})
         self.adapter = name
         if old is not None:
-            await self._post(client, "/v1/unload_lora_adapter", is_json=False, json={"lora_name": old})
+            await self._post(client, "/v1/unload_lora_adapter", json={"lora_name": old})
 
     async def abort(self, client: httpx.AsyncClient, request_ids: list[str]) -> None:
         await self._post(client, "/abort_requests", json={"request_ids": request_ids})
@@ -190,16 +194,13 @@ class Server:
         except httpx.TransportError:
             return False
 
-    async def _post(self, client: httpx.AsyncClient, path: str, *, is_json: bool = True, **arguments: Any) -> Any:
+    async def _post(self, client: httpx.AsyncClient, path: str, **arguments: Any) -> httpx.Response:
         try:
             answer = await client.post(f"{self.url}{path}", headers=self.headers, **arguments)
-            content = answer.json() if answer.content and is_json else None
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise ServerDown(f"{type(error).__name__} {error}".strip()) from error
-        except ValueError as error:
-            raise RolloutError(f"{self} answered {path} with {answer.text[:200]!r}, not JSON") from error
         if answer.is_success:
-            return content
+            return answer
         if path == LOAD_ADAPTER and answer.status_code == httpx.codes.NOT_FOUND:
             raise ConfigError(f"{self} does not take adapters: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 to start it")
         problem = f"{answer.status_code} {answer.text[:300]}"
