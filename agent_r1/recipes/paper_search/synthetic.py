@@ -6,6 +6,7 @@ that extends it: a search finds the older paper, and `expand` follows the citati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -69,14 +70,18 @@ def demos(count: int, seed: int) -> list[Demo]:
 
 def open_synthetic(folder: Path | None = None) -> LocalPapers:
     """Return the library of the synthetic papers, built in a second on first use."""
-    place = data_dir(FOLDER) / "synthetic" if folder is None else folder
+    return library_of(papers(), data_dir(FOLDER) / "synthetic" if folder is None else folder)
+
+
+def library_of(kept: tuple[Paper, ...], place: Path) -> LocalPapers:
+    """Return the library of these papers, built again if the folder holds others."""
     try:
         found = open_library(place)
-        if [found[index] for index in range(len(found))] == list(papers()):
+        if [found[index] for index in range(len(found))] == list(kept):
             return found
     except (ConfigError, DataError):  # missing, stale or damaged
         pass
-    return build_library(papers(), place)
+    return build_library(kept, place)
 
 
 class SyntheticSearch(Search):
@@ -90,18 +95,24 @@ def make_model(directory: str | Path, seed: int) -> None:
     """Write a tiny random model whose tokenizer knows the words of the prompts."""
     from agent_r1.recipes.quickstart.tiny import make_tiny_model
 
+    read = with_prompts(demos(NUM_TRAIN, seed=0), papers())
+    make_tiny_model(directory, seed, demos=read, tools=[SyntheticSearch(), Expand()])
+
+
+def with_prompts(shown: Sequence[Demo], known: Sequence[Paper]) -> list[Demo]:
+    """Return the demonstrations with all that a prompt may show, for a tokenizer to learn from."""
     lines = "\n".join(
-        f"[{number}] (0.{number:02}) [NEW] {paper.title}: {paper.abstract}" for number, paper in enumerate(papers())
+        f"[{number}] (0.{number:02}) [NEW] {paper.title}: {paper.abstract}".removesuffix(": ")
+        for number, paper in enumerate(known)
     )
     said = "\n".join(
-        f"search {paper.title}: found 10 papers, {number % 11} of them new" for number, paper in enumerate(papers())
+        f"search {paper.title}: found 10 papers, {number % 11} of them new" for number, paper in enumerate(known)
     )
-    shown = [
+    page = [
         {"role": "system", "content": INSTRUCTION.format(calls=MAX_CALLS)},
         {
             "role": "user",
-            "content": f"### Question\n### Calls so far\n{said}\n### Papers ({len(papers())} found)\n{lines}",
+            "content": f"### Question\n### Calls so far\n{said}\n### Papers ({len(known)} found)\n{lines}",
         },
     ]
-    read = [(TaskRow(prompt=[*shown, *row.prompt]), texts) for row, texts in demos(NUM_TRAIN, seed=0)]
-    make_tiny_model(directory, seed, demos=read, tools=[SyntheticSearch(), Expand()])
+    return [(TaskRow(prompt=[*page, *row.prompt]), texts) for row, texts in shown]
