@@ -42,12 +42,12 @@ QWEN_SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def qwen_format(settings: dict[str, Any], tmp_path: Any, kind: str = "qwen3_vl") -> PictureFormat:
+def qwen_format(settings: dict[str, Any], tmp_path: Path, **limits: int) -> PictureFormat:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     vision = SimpleNamespace(
         patch_size=settings["patch_size"], spatial_merge_size=2, temporal_patch_size=settings["temporal_patch_size"]
     )
-    return read_format(SimpleNamespace(model_type=kind, vision_config=vision), tmp_path, ["<|image_pad|>"])
+    return read_format(SimpleNamespace(model_type="qwen3_vl", vision_config=vision), tmp_path, [], **limits)
 
 
 @pytest.mark.parametrize("settings", QWEN_SETTINGS, ids=["qwen2.5-vl", "qwen3-vl", "small limits"])
@@ -99,18 +99,9 @@ def test_qwens_positions_of_many_layouts(kind: str) -> None:
         assert theirs[:, 0].tolist() == form.positions(np.array(ids), by_key(order)).tolist()
 
 
-def test_max_pixels_scales_pictures_down_as_the_processors_do() -> None:
-    settings = QWEN_SETTINGS[0]
-    limited = read_format(
-        SimpleNamespace(
-            model_type="qwen2_5_vl",
-            vision_config=SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2),
-        ),
-        None,
-        ["<|image_pad|>"],
-        max_pixels=28 * 28 * 16,
-    )
-    processor = qwen_processor(**(settings | {"max_pixels": 28 * 28 * 16}))
+def test_max_pixels_scales_pictures_down_as_the_processors_do(tmp_path: Path) -> None:
+    limited = qwen_format(QWEN_SETTINGS[0], tmp_path, max_pixels=28 * 28 * 16)
+    processor = qwen_processor(**(QWEN_SETTINGS[0] | {"max_pixels": 28 * 28 * 16}))
     for height, width in ((448, 448), (300, 900)):
         grid = np.asarray(processor(images=[picture(0, height, width).image()], return_tensors="np")["image_grid_thw"])
         assert limited.tokens(picture(0, height, width)) == grid[0].prod() // 4 <= 16

@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.gpu.gpu_attention import GpuCache, GpuStep, Kernels, Tiles, key_value_shape
-from agent_r1.engines.local.gpu.gpu_sight import GpuSight
-from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, State, cut, cut_supports, in_order
+from agent_r1.engines.local.gpu.gpu_state import MAX_STOP_IDS, FirstPass, GpuSight, State, cut, cut_supports, in_order
 from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
 from agent_r1.engines.local.request import Chunk, Draw, ReadDraws, Request, SamplingKind
 from agent_r1.engines.local.sampling import nucleus, support_ids

@@ -4,7 +4,7 @@
 a step's chunks and their tiles. Nothing here waits for the device.
 
 Shape suffixes: R = rows that sample, N = tokens of a first pass, C = tokens sampled per step, T = tiles, W = blocks of
-the longest sequence, E = stop ids, K = most ids that top-k and top-p keep.
+the longest sequence, E = stop ids, K = most ids that top-k and top-p keep, A = numbers of a position.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agent_r1.engines.local.prompt_pictures import positions_of, shift_of, sight_of
 from agent_r1.engines.local.request import Chunk, Request, SamplingKind
 from agent_r1.engines.local.sampling import Kept, ragged
+from agent_r1.vision.eyes import Sight
+from agent_r1.vision.picture_format import PictureFormat
 
 MAX_STOP_IDS = 16
 
@@ -204,6 +207,35 @@ class FirstPass:
         self.ids_N[:singles] = state.token_R[:singles]
         self.slot_N[:singles] = torch.where(state.ended_R[:singles], trash, self.slot_N[:singles])
         return total
+
+
+class GpuSight:
+    """Positions of a model that takes pictures, as captured passes need them."""
+
+    def __init__(self, form: PictureFormat, *, tokens: int, rows: int, device: torch.device) -> None:
+        self._form = form
+        self._positions_AN = torch.zeros(form.axes, tokens, dtype=torch.int64, device=device)
+        self._shift_R = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def load_rows(self, ordered: Sequence[Chunk]) -> None:
+        """Load the rows of the next step."""
+        shifts = [shift_of(chunk.request) for chunk in ordered if chunk.count]
+        put(self._shift_R[: len(shifts)], np.array(shifts, np.int64))
+
+    def load_first(self, ordered: Sequence[Chunk]) -> Sight | None:
+        """Load the tokens of a first pass; returns the pictures among them."""
+        positions_AN = positions_of(ordered, self._form)
+        put(self._positions_AN[:, : positions_AN.shape[1]], positions_AN)
+        sight = sight_of(ordered, self._form)
+        return None if sight is None else sight.to(self._shift_R.device)
+
+    def positions(self, tokens: int) -> Tensor:
+        """Return the positions of a first pass, [A, N]."""
+        return self._positions_AN[:, :tokens]
+
+    def later(self, place_R: Tensor) -> Tensor:
+        """Return the positions of sampled tokens, [A, R], from their places in the sequences."""
+        return (place_R + self._shift_R[: len(place_R)]).expand(self._form.axes, -1)
 
 
 def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
