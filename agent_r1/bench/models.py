@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from agent_r1.engines.local.gpu.gpu_attention import bytes_per_token, key_value_shape
-from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.engines.local.weights import cast_weights
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.plan.shapes import SHAPES
 

@@ -22,7 +22,7 @@ from agent_r1.bench.results import Figures, Row
 from agent_r1.bench.workload import Workload, check_lengths, episode_seed, make_collector
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.local.local_engine import LocalEngine
-from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.engines.local.weights import cast_weights
 from agent_r1.learn.algorithms import get_algorithm
 from agent_r1.learn.credit import assign_credit
 from agent_r1.learn.learner import Learner

@@ -50,8 +50,7 @@ def build_engine(config: RunConfig, model: Model, *, logs: Path | None = None, a
 def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: LoRA | None) -> Engine:
     """Sample from a copy of the model."""
     from agent_r1.engines.local.local_engine import LocalEngine
-    from agent_r1.engines.local.low_rank import LowRank, adopt_weights, sharing_copy
-    from agent_r1.engines.local.model_runner import cast_weights
+    from agent_r1.engines.local.weights import LowRank, adopt_weights, cast_weights, sharing_copy
 
     settings, low_rank = config.engine, None
     assert isinstance(settings, LocalEngineConfig)
@@ -113,7 +112,7 @@ def _build_vllm(config: RunConfig, model: Model, logs: Path | None, adapters: Lo
 
 def _build_transformers(config: RunConfig, model: Model, logs: Path | None, adapters: LoRA | None) -> Engine:
     """Sample from a copy of the model."""
-    from agent_r1.engines.local.model_runner import cast_weights
+    from agent_r1.engines.local.weights import cast_weights
     from agent_r1.engines.transformers_engine import TransformersEngine
 
     settings = config.engine
@@ -130,7 +129,7 @@ def _build_transformers(config: RunConfig, model: Model, logs: Path | None, adap
 
 
 def _prepare_network(config: RunConfig, model: Model, network: Any) -> None:
-    from agent_r1.engines.local.fp32_head import use_fp32_head
+    from agent_r1.engines.local.weights import use_fp32_head
     from agent_r1.vision.eyes import Eyes
 
     if config.model.fp32_head:

@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from agent_r1.compute.attention import short_windows
-from agent_r1.engines.local.model_runner import NUM_PROBES, copy_weights, describe_difference, fix_rope
+from agent_r1.engines.local.model_runner import NUM_PROBES, describe_difference, fix_rope
 from agent_r1.engines.local.request import Request, RequestQueue
 from agent_r1.engines.local.request_engine import RequestEngine
 from agent_r1.engines.local.sampling import Kept, sample
+from agent_r1.engines.local.weights import copy_weights
 from agent_r1.errors import UnsupportedModelError
 
 SETTLE_TURNS = 32  # turns of the event loop after an answer, in which the episode can send its next request

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from agent_r1.disk import write_atomically
 from agent_r1.errors import DataError
-from agent_r1.vision.decoding import FORMATS, MAX_BYTES
-from agent_r1.vision.pictures import PICTURE_NAME, Picture
+from agent_r1.vision.pictures import FORMATS, MAX_BYTES, PICTURE_NAME, Picture
 
 PICTURES = "pictures"  # the folder beside the files of trajectories
 MEDIA_TYPES = {f".{kind.lower()}": f"image/{kind.lower()}" for kind in FORMATS}

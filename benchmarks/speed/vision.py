@@ -34,7 +34,7 @@ from agent_r1.bench.results import Figures, Row
 from agent_r1.build.engine import GPU_BURST
 from agent_r1.engines.base import Prompt, Sampling
 from agent_r1.engines.local.local_engine import LocalEngine
-from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.engines.local.weights import cast_weights
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Step, StopReason, Trajectory

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from agent_r1.engines.base import Sampling
-from agent_r1.engines.local.fp32_head import Fp32Head, use_fp32_head
-from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.engines.local.weights import Fp32Head, cast_weights, use_fp32_head
 from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.packs import merge_steps, pack
 from agent_r1.learn.model.policy import PolicyModel

@@ -16,8 +16,8 @@ from agent_r1.engines.local import attention_interface
 from agent_r1.engines.local.cpu.cpu_attention import CpuCache, group_similar
 from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.local_engine import LocalEngine
-from agent_r1.engines.local.model_runner import cast_weights
 from agent_r1.engines.local.request import Chunk, Request
+from agent_r1.engines.local.weights import cast_weights
 from agent_r1.errors import ConfigError, DataError, UnsupportedModelError
 from tests.engines.engine_sides import CPU, assert_logprobs_match, both, engine, generate, make_engine
 from tests.engines.tiny_models import prompts, tiny

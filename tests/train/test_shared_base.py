@@ -16,8 +16,7 @@ from agent_r1.build.start import base_model
 from agent_r1.engines.base import Engine, Prompt, Sampling
 from agent_r1.engines.local.gpu import torch_kernels
 from agent_r1.engines.local.local_engine import LocalEngine
-from agent_r1.engines.local.low_rank import LowRank, adopt_weights, sharing_copy
-from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.engines.local.weights import LowRank, adopt_weights, cast_weights, sharing_copy
 from agent_r1.errors import DataError
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.memory import fixed_bytes, size_of

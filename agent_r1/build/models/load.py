@@ -27,7 +27,7 @@ from agent_r1.build.models.source import as_directory
 from agent_r1.build.recipe import recipe_path
 from agent_r1.compute.attention import position_limit
 from agent_r1.config import RunConfig
-from agent_r1.engines.local.model_runner import cast_weights
+from agent_r1.engines.local.weights import cast_weights
 from agent_r1.errors import ConfigError, DataError, did_you_mean
 from agent_r1.guard import describe
 from agent_r1.tokens.rendering import Renderer

@@ -30,11 +30,11 @@ from agent_r1.engines.local.cpu.cpu_runner import CpuRunner
 from agent_r1.engines.local.gpu.fused_linear import fuse_linears, restore_linears
 from agent_r1.engines.local.gpu.gpu_attention import Kernels
 from agent_r1.engines.local.gpu.gpu_runner import GpuRunner, load_triton_kernels
-from agent_r1.engines.local.low_rank import LowRank
 from agent_r1.engines.local.model_runner import ModelRunner
 from agent_r1.engines.local.request import Chunk, Draw, EngineStats, ReadDraws
 from agent_r1.engines.local.request_engine import RequestEngine
 from agent_r1.engines.local.scheduler import Scheduler
+from agent_r1.engines.local.weights import LowRank
 from agent_r1.errors import ConfigError
 from agent_r1.vision.picture_format import PictureFormat
 

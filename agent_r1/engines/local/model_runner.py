@@ -14,18 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_r1.compute.attention import LENGTH_DEPENDENT_ROPE, short_windows
 from agent_r1.engines.base import Sampling
 from agent_r1.engines.local.attention_interface import PAGED, record_windows, register
-from agent_r1.engines.local.fp32_head import with_head_weights
-from agent_r1.engines.local.low_rank import is_adapter
 from agent_r1.engines.local.request import Chunk, ReadDraws, Request
-from agent_r1.errors import ConfigError, DataError, UnsupportedModelError, did_you_mean
+from agent_r1.engines.local.weights import copy_weights
+from agent_r1.errors import ConfigError, UnsupportedModelError
 from agent_r1.vision.eyes import Eyes, Sight
 from agent_r1.vision.picture_format import PictureFormat
+from agent_r1.vision.pictures import by_key
 
 logger = logging.getLogger(__name__)
 
@@ -33,38 +34,6 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 NUM_PROBES = 3  # pairs of sequences that a model is verified with
 PROBE_BLOCKS = 12  # one for each token of a pair, whatever the block size
-
-
-def cast_weights(model: Any, dtype: torch.dtype) -> Any:
-    """`model.to(dtype)` for the weights only. Buffers, such as rotary frequencies, keep their precision."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
-@torch.no_grad()
-def copy_weights(model: Any, source: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy the weights one at a time, since a source may compute each on request."""
-    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    given: dict[int, str] = {}
-    adapters = {name for name in targets if is_adapter(name)}
-    for name, tensor in with_head_weights(model, source):
-        target = targets.get(name)
-        if adapters and target is not None and name not in adapters:
-            raise DataError(f"weight {name!r} is shared with the learner: only adapters can be loaded")
-        if target is None:
-            raise DataError(f"the model has no weight {name!r}.{did_you_mean(name, targets)}")
-        if tensor.shape != target.shape:
-            raise DataError(f"weight {name!r} has shape {list(tensor.shape)}; the model's is {list(target.shape)}")
-        # Tied weights are one parameter under several names. One of them is enough, but they must agree.
-        other = given.setdefault(id(target), name)
-        if other != name and not torch.equal(target, tensor.to(target)):
-            raise DataError(f"{name!r} and {other!r} are tied in the model but have different values")
-        target.copy_(tensor)
-    named = [(name, each) for name, each in model.named_parameters() if not adapters or name in adapters]
-    missing = [name for name, parameter in named if id(parameter) not in given]
-    if missing:
-        raise DataError(f"{len(missing)} of the model's weights are missing, {missing[0]!r} first")
 
 
 class ModelRunner(ABC):
@@ -235,3 +204,34 @@ def fix_rope(model: Any) -> None:
             }
         elif kind in LENGTH_DEPENDENT_ROPE:
             module.rope_type = "default"
+
+
+# A picture moves the positions of what follows it, so they are not places in the sequence. The cache goes on counting
+# places. Shape suffixes: A = numbers of a position, N = tokens of a step.
+
+
+def shift_of(request: Request) -> int:
+    """The position of a sampled token minus its place: the same for all of a response."""
+    known_AL = request.positions_AL
+    return 0 if known_AL is None else int(known_AL.max(initial=-1)) + 1 - known_AL.shape[1]
+
+
+def positions_of(chunks: Sequence[Chunk], form: PictureFormat) -> NDArray[np.int64]:
+    """Return the positions of the chunks' tokens, [A, N]."""
+    parts = []
+    for chunk in chunks:
+        known_AL, sampled = chunk.request.positions_AL, chunk.start
+        if known_AL is not None:
+            parts.append(known_AL[:, chunk.start : chunk.end])
+            sampled = max(sampled, known_AL.shape[1])
+        parts.append(np.tile(np.arange(sampled, chunk.end) + shift_of(chunk.request), (form.axes, 1)))
+    return np.concatenate(parts, axis=1)
+
+
+def sight_of(chunks: Sequence[Chunk], form: PictureFormat) -> Sight | None:
+    """The pictures that the chunks show."""
+    shown = [chunk for chunk in chunks if chunk.ids and min(chunk.ids) < 0]
+    if not shown:
+        return None
+    ids_N = np.array([token for chunk in chunks for token in chunk.ids or (0,)], np.int64)
+    return Sight.of(ids_N, by_key(picture for chunk in shown for picture in chunk.request.pictures.values()), form)

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from agent_r1.engines.local.attention_interface import running
 from agent_r1.engines.local.cpu.cpu_attention import CpuCache, CpuStep
-from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner
-from agent_r1.engines.local.prompt_pictures import positions_of, sight_of
+from agent_r1.engines.local.model_runner import PROBE_BLOCKS, ModelRunner, positions_of, sight_of
 from agent_r1.engines.local.request import Chunk, Draw, ReadDraws
 from agent_r1.engines.local.sampling import sample
 from agent_r1.vision.picture_format import PictureFormat

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_r1.engines.local.prompt_pictures import positions_of, shift_of, sight_of
+from agent_r1.engines.local.model_runner import positions_of, shift_of, sight_of
 from agent_r1.engines.local.request import Chunk, Request, SamplingKind
 from agent_r1.engines.local.sampling import Kept, ragged
 from agent_r1.vision.eyes import Sight
