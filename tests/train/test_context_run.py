@@ -165,6 +165,9 @@ def test_a_run_keeps_its_policy_and_evaluations_say_which_it_was(run: RunDir) ->
     assert parse_config(json.loads(config.model_dump_json())) == config
     known = Subject.of(run.settings, model="m", panel="p").settings
     assert known.get("context", {"policy": "append"})["policy"] == policy
+    model = load_model(config, base_model(config))
+    made = train_collector(config, build_task(config), model.renderer, ScriptedEngine([]))
+    assert (made.make_flow(TaskRow(prompt=[])).context is None) is (policy == "append")
 
 
 @pytest.mark.parametrize("policy", ["window", "summary"])
@@ -293,7 +296,7 @@ def test_an_env_that_refers_to_hidden_messages_is_refused(recipe: str, policy: s
             build(*more)
 
 
-def test_an_env_chosen_by_a_row_is_checked_too(recipe: str) -> None:
+def test_an_env_or_flow_chosen_by_a_row_is_checked_too(recipe: str) -> None:
     told = "context.policy=window .*Terse"
     chosen = {"env_type": "terse_of_a_row"}
     cases: list[tuple[list[str], dict[str, Any], bool]] = [
@@ -309,15 +312,11 @@ def test_an_env_chosen_by_a_row_is_checked_too(recipe: str) -> None:
             continue
         with pytest.raises(ConfigError, match=told):
             task.make_flow(asked).make_env(asked)
+    with pytest.raises(ConfigError, match="flow SingleStepFlow"):  # and a flow chosen by a row
+        build_task(config(recipe, "window")).make_flow(TaskRow(prompt=[], agent_name="single_step"))
     for policy in ("append", "rewrite"):
         task, asked = build_task(config(recipe, policy)), TaskRow(prompt=[], env_kwargs=chosen)
         task.make_flow(asked).make_env(asked)
-
-
-def test_a_row_that_asks_for_a_flow_without_the_policy_is_refused_too(recipe: str) -> None:
-    task = build_task(config(recipe, "window"))
-    with pytest.raises(ConfigError, match="flow SingleStepFlow"):
-        task.make_flow(TaskRow(prompt=[], agent_name="single_step"))
 
 
 def test_a_preset_or_override_with_another_policy_does_not_inherit_settings(recipe: str) -> None:
@@ -336,12 +335,8 @@ def test_a_preset_or_override_with_another_policy_does_not_inherit_settings(reci
     assert context("context.policy=window") == {"policy": "window", "turns": 3}
     with pytest.raises(ConfigError, match=r"context \(policy drop_results\) has no field 'turns'"):
         context("context.policy=drop_results")
-
-
-def test_another_policy_inherits_what_is_shown_of_reasoning(recipe: str) -> None:
-    preset = Path(recipe) / "stripped.yaml"
     preset.write_text("base: base.yaml\ncontext: {policy: window, turns: 3, reasoning: strip}\n", encoding="utf-8")
-    assert load_config(str(preset), ["context.policy=append"]).context.reasoning == "strip"
+    assert load_config(str(preset), ["context.policy=append"]).context.reasoning == "strip"  # of any policy
 
 
 # The engine: what it keeps of a session serves prompts that were rewritten as well as those that grew.
@@ -383,11 +378,3 @@ def test_the_engine_samples_from_what_is_shown_whatever_its_cache_holds(policy: 
         sampled = Completion(token_ids=step.response_ids, logprobs=step.response_logprobs, stop="stop")
         assert_logprobs_match(model, step.prompt_ids, sampled)
     assert reused > 0.2 * sum(len(step.prompt_ids) for step in steps)  # at least the head of each prompt but the first
-
-
-def test_the_policy_of_a_run_is_that_of_its_model_loaded_again(run: RunDir) -> None:
-    config = parse_config(run.settings)
-    model = load_model(config, base_model(config))
-    made = train_collector(config, build_task(config), model.renderer, ScriptedEngine([]))
-    flow = made.make_flow(TaskRow(prompt=[]))
-    assert (flow.context is None) is (config.context.policy == "append")
