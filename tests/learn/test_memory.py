@@ -191,7 +191,7 @@ def test_running_out_of_memory_turns_checkpointing_on_or_is_an_error(monkeypatch
 def test_without_a_choice_packs_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = learner_for("grpo", PolicyModel(tiny_model()), max_tokens_per_pack=8193)
     gpu = Gpu(monkeypatch, plain=MEASURED, checkpointed=MEASURED)
-    with pytest.raises(ConfigError, match=r"room for packs of 8192 tokens.* max_tokens_per_pack=8193"):
+    with pytest.raises(ConfigError, match=r"room for packs of 8192 tokens.* learner\.max_tokens_per_pack=8193"):
         estimate(learner)
     assert gpu.asked == [False]
 

@@ -160,12 +160,9 @@ def test_steps_whose_logprobs_cannot_be_reproduced_are_refused(made: Step, messa
 
 
 def test_a_support_has_one_entry_per_token() -> None:
-    with pytest.raises(ValueError, match="got 2 tokens and 1 entries"):
-        kept_step([1], [2, 3], [[2]])
-    with pytest.raises(ValueError, match=r"Support\.counts \(4 bytes\) and Support\.ids \(0 bytes\)"):
-        replace(Support.of([[1]]), ids=b"")
-    with pytest.raises(ValueError, match=r"Support\.counts \(3 bytes\)"):
-        Support(counts=b"abc", ids=b"")
+    for counts, ids in ((b"abcd", b""), (b"abc", b"")):
+        with pytest.raises(ValueError, match=r"Support\.counts and Support\.ids"):
+            Support(counts=counts, ids=ids)
     whole = Support.of([[1, 2], [3], [4, 5, 6]])
     assert (len(whole), whole.per_token()) == (3, [[1, 2], [3], [4, 5, 6]])
     assert whole.first(2) == Support.of([[1, 2], [3]])
