@@ -78,7 +78,7 @@ def _download(url: str, to: Path, report: Report) -> str:
         for chunk in response.iter_bytes():
             digest.update(chunk)
             file.write(chunk)
-            if (size + len(chunk)) // (MIB_PER_LINE * MIB) > size // (MIB_PER_LINE * MIB):
-                report(f"  {(size + len(chunk)) / MIB:.1f}{of} MiB")
-            size += len(chunk)
+            before, size = size, size + len(chunk)
+            if size // (MIB_PER_LINE * MIB) > before // (MIB_PER_LINE * MIB):
+                report(f"  {size / MIB:.1f}{of} MiB")
     return digest.hexdigest()

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, TypeVar
 
 from agent_r1.engines.base import Sampler, Sampling
@@ -50,19 +50,14 @@ class RowQueue:
         *,
         first: int = 0,
     ) -> None:
+        tickets = count(first) if next_ticket is None else iter(next_ticket, None)
+        own = takewhile(lambda ticket: ticket - first < len(rows), tickets)
+        self._claims = ((ticket, rows[ticket - first]) for ticket in own)
         self.share = share
-        self._rows, self._first = rows, first
-        self._next_ticket: Callable[[], int] | None = next_ticket or count(first).__next__
 
     def claim(self) -> tuple[int, TaskRow] | None:
         """Return the next ticket and its row, or None if no row is left."""
-        if self._next_ticket is None:
-            return None
-        ticket = self._next_ticket()
-        if ticket - self._first < len(self._rows):
-            return ticket, self._rows[ticket - self._first]
-        self._next_ticket = None
-        return None
+        return next(self._claims, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

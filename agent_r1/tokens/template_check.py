@@ -8,14 +8,11 @@ from dataclasses import dataclass
 
 from agent_r1.errors import DataError
 from agent_r1.tokens.conversations import Conversations
+from agent_r1.tokens.formats.infer import NAME, TOOL
 from agent_r1.tokens.rendering import Renderer, ToolSchemas
 from agent_r1.types import Message, Observation
 from agent_r1.vision.pictures import Picture
 
-PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
-}
 # A grey square.
 PROBE_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAAEElEQVR42mNsYIAAJgaKGAAmCACQtTEKkQAAAABJRU5ErkJggg=="
 
@@ -33,18 +30,18 @@ class TemplateReport:
 
 def verify_template(renderer: Renderer, tools: ToolSchemas = ()) -> TemplateReport:
     """Report what works and what does not. Never raises because of the template."""
-    tools = tools or [PROBE_TOOL]
-    user, said = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "probe"}
-    call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
+    tools = tools or [TOOL]
+    user, said = {"role": "user", "content": "Ping?"}, {"role": "assistant", "content": NAME}
+    call = {"type": "function", "function": {"name": NAME, "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "name": "probe", "content": "tool-said-this"}
+    result = {"role": "tool", "name": NAME, "content": "tool-said-this"}
 
     def attempt(*messages: Message, tools: ToolSchemas = tools) -> list[int]:
         return renderer.try_render(list(messages), tools)
 
     def extends(reply: Message, added: Message) -> bool:
         talk = Conversations(renderer)
-        talk.finish(talk.begin(Observation(messages=[user]), tools), renderer.encode_response("probe"), "probe")
+        talk.finish(talk.begin(Observation(messages=[user]), tools), renderer.encode_response(NAME), NAME)
         try:
             return talk.begin(Observation(messages=[user, reply, added]), tools).earlier is not None
         except DataError:
