@@ -71,13 +71,13 @@ class Episode:
         self._measured: tuple[list[Message], int] = ([], 0)  # the last messages, and how many characters they have
         self._begun_policies: list[ContextPolicy] = []
         self._acting: set[asyncio.Task[Any] | None] = set()  # the tasks that wait for a response
-        self._calls = 0
+        self._calls = self._num_summaries = 0
         self.is_closed = False  # the steps now belong to a trajectory, which may already be scored
 
     @property
     def num_actions(self) -> int:
         """The steps that are not summaries."""
-        return sum([step.summary is None for step in self.steps])
+        return len(self.steps) - self._num_summaries
 
     async def close(self) -> None:
         """Sample nothing more for this episode, and cancel calls that its flow has left behind."""
@@ -341,6 +341,7 @@ class _Writer:
         step, text = await self.episode._sample(prompt, max_tokens, None, role=self.role)
         # Half a summary is used as it is: unlike half an action, it does no harm.
         quality: SummaryQuality = "cut" if step.is_cut else "whole"
+        self.episode._num_summaries += 1
         self.episode.steps[-1] = replace(step, summary=quality if strip_reasoning(text) else "empty")
         return text
 

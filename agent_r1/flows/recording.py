@@ -63,8 +63,8 @@ def _recordable_call(call: ToolCallRecord, source: str, token_span: TokenSpan | 
 
 
 def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
-    if not info:
-        return {}
+    if len(info) <= 16 and all(type(key) is str and _is_short(key) and _is_short(info[key]) for key in info):
+        return dict(info)  # short, and JSON would give back the same
     try:
         text = json.dumps(dict(info))
     except (TypeError, ValueError, RecursionError) as error:
@@ -75,6 +75,13 @@ def _recordable(info: Mapping[str, Any], source: str) -> dict[str, Any]:
     if is_nested_deeper(plain, MAX_INFO_NESTING, text=text):
         raise ValueError(f"{source} returned info that is nested more than {MAX_INFO_NESTING} levels deep")
     return plain
+
+
+def _is_short(value: object) -> bool:
+    """Whether JSON reads the value back as it is, and writes at most 3,000 characters."""
+    if type(value) is str:
+        return len(value) <= 500 and value.isascii()
+    return value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 64)
 
 
 def text_size(value: object) -> int:

@@ -16,7 +16,7 @@ from itertools import islice
 from operator import attrgetter
 
 from agent_r1.tokens.rendering import Renderer, ToolSchemas, follows
-from agent_r1.types import Observation
+from agent_r1.types import Message, Observation
 
 # Some templates never let a prompt be extended. Trying renders the conversation, so only a few exchanges are tried.
 MAX_TRIES = 4
@@ -72,7 +72,7 @@ class Conversations:
         known_tools = (exchange.tools for exchange in reversed(self._exchanges))
         own_tools = next((known for known in known_tools if known == tools), None)
         return Pending(
-            ids=earlier.ids[: earlier.size] + new if earlier else new[:],
+            ids=(earlier.ids[: earlier.size] if earlier.is_continued else earlier.ids) + new if earlier else new[:],
             observation=_snapshot(observation, earlier),
             tools=deepcopy(tools) if own_tools is None else own_tools,
             earlier=earlier,
@@ -133,7 +133,14 @@ def _snapshot(observation: Observation, earlier: Exchange | None) -> Observation
         return replace(observation, token_ids=observation.token_ids and list(observation.token_ids))
     # The messages of the exchange that it extends are copies already, and compared equal.
     known = earlier.observation.messages if earlier is not None and earlier.observation.messages else []
-    return Observation.grown([*known, *deepcopy(observation.messages[len(known) :])], by=0)
+    added = map(_copied, observation.messages[len(known) :])
+    return Observation.grown([*known, *added], by=0)
+
+
+def _copied(message: Message) -> Message:
+    """Copy a message. Strings cannot change, so a shallow copy is enough if all values are strings."""
+    flat = type(message) is dict and {*map(type, message.values())} <= {str}
+    return dict(message) if flat else deepcopy(message)
 
 
 def _adds_replies(exchange: Exchange, observation: Observation) -> bool:
