@@ -43,7 +43,7 @@ from agent_r1.recipes.retool.paid import PaidPythonTool
 from agent_r1.recipes.retool.task import reward, rows
 from agent_r1.tokens.formats.table import FORMATS
 from agent_r1.tools.base import ToolError
-from agent_r1.tools.python.limits import KilledBy, Outcome
+from agent_r1.tools.python.process import KilledBy, Outcome
 from agent_r1.tools.python.sandbox import GUARANTEES, LEVELS, what_is_missing
 from agent_r1.tools.python.tool import PythonTool
 from agent_r1.types import Action, Step, StopReason, TaskRow, ToolCallRecord, Trajectory

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent_r1.tools.python.limits import Limits, Outcome
+from agent_r1.tools.python.process import Limits, Outcome
 from agent_r1.tools.python.sandbox import LEVELS, Sandbox, what_is_missing
 
 LIMITS = Limits(seconds=1.5, cpu_seconds=2, memory_mb=128, output_chars=1000, processes=6)

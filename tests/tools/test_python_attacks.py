@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.tools.python.limits import KilledBy, Limits
+from agent_r1.tools.python.process import KilledBy, Limits
 from agent_r1.tools.python.sandbox import Sandbox
 from tests.tools.python_boxes import SECRET, fresh_box, run, together, works
 from tests.tools.python_boxes import box as box

@@ -19,8 +19,7 @@ import pytest
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.launcher import Launcher
-from agent_r1.tools.python.limits import KilledBy, Limits, SandboxError
-from agent_r1.tools.python.process import SandboxProcess
+from agent_r1.tools.python.process import KilledBy, Limits, SandboxError, SandboxProcess
 from agent_r1.tools.python.sandbox import LEVELS, LOST_STATE, Sandbox, _run, _Session
 from tests.tools.python_boxes import LIMITS, fresh_box, run, together
 from tests.tools.python_boxes import box as box
@@ -269,8 +268,7 @@ def test_closing_a_sandbox_fails_its_waiting_calls(isolated: Sandbox) -> None:
 
 PROGRAM = """
 import asyncio, sys
-from agent_r1.tools.python.limits import Limits
-from agent_r1.tools.python.process import SandboxProcess
+from agent_r1.tools.python.process import Limits
 from agent_r1.tools.python.sandbox import Sandbox
 box = Sandbox(level=sys.argv[1], limits=Limits(seconds=600, code_chars=10**6), libraries=(), slots=2)
 async def play():
@@ -318,8 +316,7 @@ AS_USER = """
 import asyncio, os, sys
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 sys.path.insert(0, sys.argv[1])
-from agent_r1.tools.python.limits import Limits
-from agent_r1.tools.python.process import SandboxProcess
+from agent_r1.tools.python.process import Limits
 from agent_r1.tools.python.sandbox import Sandbox
 async def play():
     box = Sandbox(limits=Limits(seconds=1), libraries=())

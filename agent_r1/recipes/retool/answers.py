@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import count
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.python.limits import KilledBy, Limits
+from agent_r1.tools.python.process import KilledBy, Limits
 from agent_r1.tools.python.sandbox import Sandbox
 
 MAX_ANSWER_CHARS = 500  # far longer than any reference answer

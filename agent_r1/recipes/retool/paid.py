@@ -16,7 +16,7 @@ from typing import Any
 
 from agent_r1.errors import ConfigError
 from agent_r1.tools.base import ToolError, ToolResult
-from agent_r1.tools.python.limits import Outcome
+from agent_r1.tools.python.process import Outcome
 from agent_r1.tools.python.tool import PythonTool
 
 

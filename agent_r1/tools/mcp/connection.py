@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-from agent_r1.errors import ConfigError
 from agent_r1.guard import describe
 
 if TYPE_CHECKING:
@@ -192,13 +191,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return f"there is no program or folder {error.filename!r}"
     return describe(error)
-
-
-def require_sdk() -> None:
-    """Raise ConfigError if the official SDK is not installed."""
-    try:
-        from mcp import Client  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"tools of MCP servers need the package mcp, version 2: pip install 'agent-r1[mcp]' ({error})"
-        ) from error

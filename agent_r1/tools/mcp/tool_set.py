@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from agent_r1.errors import ConfigError, RolloutError, did_you_mean
+from agent_r1.errors import ConfigError, RolloutError, did_you_mean, import_extra
 from agent_r1.guard import describe
 from agent_r1.tools.base import BaseTool, ToolError, ToolResult, ToolSet
 from agent_r1.tools.mcp.connection import (
@@ -31,7 +31,6 @@ from agent_r1.tools.mcp.connection import (
     CLOSE_SECONDS,
     Connection,
     ServerError,
-    require_sdk,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class MCPTools(ToolSet):
     def tools(self) -> list[BaseTool]:
         """Return the server's tools. The first call starts or asks the server. Raises ConfigError if it cannot."""
         if self._tools is None:
-            require_sdk()
+            import_extra("mcp.client.client", "a server of tools", "mcp")  # a module of version 2
             self._tools = [MCPTool(self, remote) for remote in self._select(self._list())]
         return self._tools
 

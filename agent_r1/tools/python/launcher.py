@@ -18,8 +18,7 @@ from pathlib import Path
 from agent_r1.errors import ConfigError
 from agent_r1.tools.python.inside.confine import Orders
 from agent_r1.tools.python.inside.zygote import FORK
-from agent_r1.tools.python.limits import Limits, SandboxError
-from agent_r1.tools.python.process import SandboxProcess
+from agent_r1.tools.python.process import Limits, SandboxError, SandboxProcess
 from agent_r1.tools.python.view import PACKAGES, WARM_UP, find_interpreter, make_view, module_names
 
 FOLDER = Path(__file__).parent
@@ -58,9 +57,7 @@ class Launcher:
         self._limits = limits
         self._orders = Orders(
             isolated=isolated,
-            folders=view.folders,
-            links=view.links,
-            hidden=view.hidden,
+            **asdict(view),
             preload=module_names(libraries),
             warm_up=[WARM_UP[name] for name in libraries if name in WARM_UP],
             search=[PACKAGES] if isolated else [path for path in sys.path if path],

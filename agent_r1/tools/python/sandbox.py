@@ -22,8 +22,7 @@ from itertools import cycle
 
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.tools.python.launcher import Launcher
-from agent_r1.tools.python.limits import Limits, Outcome, SandboxError
-from agent_r1.tools.python.process import SandboxProcess
+from agent_r1.tools.python.process import Limits, Outcome, SandboxError, SandboxProcess
 
 LIBRARIES = ("numpy", "sympy")
 CORES_PER_ZYGOTE = 4  # a zygote forks one process at a time, fast enough for this many cores

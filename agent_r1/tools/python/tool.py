@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent_r1.tools.base import BaseTool, ToolError, ToolResult
-from agent_r1.tools.python.limits import Limits, Outcome
+from agent_r1.tools.python.process import Limits, Outcome
 from agent_r1.tools.python.sandbox import LIBRARIES, Sandbox
 
 QUEUE_SECONDS = 600.0  # a call may wait this long for its turn; its own time starts when it runs
