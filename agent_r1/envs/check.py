@@ -49,7 +49,14 @@ async def check_env(env: type[AgentEnv] | Callable[[], AgentEnv], row: TaskRow, 
     A class is created with the row's `env_kwargs`; pass a function if it needs more than that. Warns if the class does
     not set `deterministic`.
     """
-    make = _factory(env, row) if isinstance(env, type) else env
+
+    def make() -> AgentEnv:
+        if not isinstance(env, type):
+            return env()
+        kwargs = merge_env_kwargs({}, row)  # a copy for each env, as in a run
+        kwargs.pop("env_type", None)
+        return make_env(env, env.__name__, kwargs)
+
     unplayed = make()
     await _close_twice(unplayed)  # an episode may fail before its reset
 
@@ -100,15 +107,6 @@ def _advise(cls: type[AgentEnv]) -> None:
             "fills their worker process (task.workers). If not, set it to False",
             stacklevel=3,
         )
-
-
-def _factory(env: type[AgentEnv], row: TaskRow) -> Callable[[], AgentEnv]:
-    def make() -> AgentEnv:
-        kwargs = merge_env_kwargs({}, row)  # a copy for each env, as in a run
-        kwargs.pop("env_type", None)
-        return make_env(env, env.__name__, kwargs)
-
-    return make
 
 
 async def _play(

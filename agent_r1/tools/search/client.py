@@ -44,14 +44,6 @@ class SearchUnavailable(SearchError):
     """Every attempt failed temporarily."""
 
 
-class _Temporary(Exception):
-    """One attempt failed; the next may succeed."""
-
-    def __init__(self, message: str, wait: float = 0.0) -> None:
-        super().__init__(message)
-        self.wait = wait  # seconds the server asks for
-
-
 class SearchClient:
     """A connection pool to one server, for use in `async with` and in one event loop."""
 
@@ -92,39 +84,36 @@ class SearchClient:
             raise SearchRefused(f"{self.url}/search sent no search results: {error}") from error
 
     async def _ask(self, body: dict[str, Any]) -> httpx.Response:
-        began, attempts = time.monotonic(), 0
+        began = time.monotonic()
+        attempts = 0
         while True:
+            attempts += 1
+            wait = 0.0  # seconds the server asks for
             try:
-                return await self._attempt(body)
-            except _Temporary as failure:
-                attempts += 1
-                # Jitter, so that clients that failed together do not retry together.
-                backoff = min(self._backoff * 2 ** min(attempts - 1, 60), self._max_wait)
-                pause = max(failure.wait, backoff) * _JITTER.uniform(1.0, 1.5)
-                took = time.monotonic() - began
-                if took + pause > self._retry_seconds:
-                    raise SearchUnavailable(
-                        f"{self.url}/search: no answer in {took:.1f} s ({attempts} attempt{'s' * (attempts > 1)}, "
-                        f"retry_seconds={self._retry_seconds:g}); the last: {failure}"
-                    ) from None
-                await asyncio.sleep(pause)
-
-    async def _attempt(self, body: dict[str, Any]) -> httpx.Response:
-        try:
-            # httpx limits each read, so a server that sends single bytes could take for ever.
-            async with asyncio.timeout(self._seconds):
-                answer = await self._http.post("/search", json=body)
-        except TimeoutError:
-            raise _Temporary(f"nothing within {self._seconds:g} s") from None
-        except httpx.RequestError as error:
-            raise _Temporary(f"{type(error).__name__}: {error}") from error
-        if answer.status_code == 200:
-            return answer
-        reply = f"{self.url}/search answered {answer.status_code}: {answer.text[:MAX_REPLY_CHARS]!r}"
-        wait = retry_after(answer)
-        if answer.status_code in BUSY and wait <= self._max_wait:
-            raise _Temporary(reply, wait)
-        raise SearchRefused(reply)
+                # httpx limits each read, so a server that sends single bytes could take for ever.
+                async with asyncio.timeout(self._seconds):
+                    answer = await self._http.post("/search", json=body)
+            except TimeoutError:
+                problem = f"nothing within {self._seconds:g} s"
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if answer.status_code == 200:
+                    return answer
+                problem = f"{self.url}/search answered {answer.status_code}: {answer.text[:MAX_REPLY_CHARS]!r}"
+                wait = retry_after(answer)
+                if answer.status_code not in BUSY or wait > self._max_wait:
+                    raise SearchRefused(problem)
+            # Jitter, so that clients that failed together do not retry together.
+            backoff = min(self._backoff * 2 ** min(attempts - 1, 60), self._max_wait)
+            pause = max(wait, backoff) * _JITTER.uniform(1.0, 1.5)
+            took = time.monotonic() - began
+            if took + pause > self._retry_seconds:
+                raise SearchUnavailable(
+                    f"{self.url}/search: no answer in {took:.1f} s ({attempts} attempt{'s' * (attempts > 1)}, "
+                    f"retry_seconds={self._retry_seconds:g}); the last: {problem}"
+                )
+            await asyncio.sleep(pause)
 
 
 def check_server(url: str, *, top_k: int, kind: str | None) -> Health:

@@ -99,13 +99,12 @@ class Zygote:
         if not self._orders.isolated:
             return os.fork()
         kernel.unshare(kernel.NEW_PID)  # the next child becomes the first process of a new namespace
+        pid = -1
         try:
             pid = os.fork()
-        except OSError:
-            kernel.set_pid_namespace(self._own_pids)
-            raise
-        if pid:
-            kernel.set_pid_namespace(self._own_pids)
+        finally:
+            if pid != 0:
+                kernel.set_pid_namespace(self._own_pids)
         return pid
 
     def _become_run(self, channel_fd: int, output: int) -> None:
