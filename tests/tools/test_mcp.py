@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def http_server(port: int | None = None) -> Iterator[tuple[str, subprocess.Popen
 def url() -> Iterator[str]:
     with http_server() as (address, _):
         yield address
+
+
+@cache
+def listed() -> Any:
+    return MCPTools(command=STDIO)._list()
+
+
+def over_stdio(**settings: Any) -> MCPTools:
+    """Return the tools of the server over stdio, which it lists once for all tests."""
+    made = MCPTools(command=STDIO, **settings)
+    vars(made)["_list"] = listed
+    return made
 
 
 def by_name(tools: MCPTools) -> dict[str, BaseTool]:
@@ -166,7 +179,7 @@ def test_calls_are_shared_among_several_connections() -> None:
         first, second = await asyncio.gather(call(named["pid"]), call(named["pid"]))
         assert first.text != second.text
 
-    with_tools(MCPTools(command=STDIO, connections=2), work)
+    with_tools(over_stdio(connections=2), work)
 
 
 def test_a_server_that_hangs_is_replaced_after_the_call_that_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +190,14 @@ def test_a_server_that_hangs_is_replaced_after_the_call_that_timed_out(monkeypat
         assert hung.fault == "failed"
         assert (await call(named["add"], a=1)).text == "2"
 
-    with_tools(MCPTools(command=STDIO, timeout=1.0), work)
+    with_tools(over_stdio(timeout=1.0), work)
 
 
 def test_an_episode_with_its_own_session_has_its_own_state(url: str) -> None:
     tools = MCPTools(url=url, sessions="episode")
     for _ in range(2):
         assert [record.result for record in played(tools, [("put", {"title": "Emma"})])] == ["Emma"]
-    tools = MCPTools(command=STDIO, sessions="episode")
+    tools = over_stdio(sessions="episode")
     for _ in range(2):
         records = played(tools, [("put", {"title": "Emma"})], [("put", {"title": "Ada", "place": {"shelf": 2}})])
         assert [record.result for record in records] == ["Emma", "Emma, Ada"]  # nothing of the episode before
@@ -199,7 +212,7 @@ def test_calls_of_one_episode_that_need_a_new_server_at_once_share_it() -> None:
         assert (await call(mine["pid"])).text == (await first).text
         await mine["pid"].end_episode()
 
-    with_tools(MCPTools(command=STDIO, sessions="episode", parallel=True), work)
+    with_tools(over_stdio(sessions="episode", parallel=True), work)
 
 
 def test_a_server_that_cannot_start_is_an_error_that_quotes_its_stderr() -> None:
@@ -215,7 +228,7 @@ def test_a_server_that_cannot_start_is_an_error_that_quotes_its_stderr() -> None
 
 def test_variables_fill_in_secrets_that_the_settings_only_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SHELF_KEY", "hunter2")
-    tools = MCPTools(command=STDIO, env={"SHELF_KEY": "$MY_SHELF_KEY"}, only=["secret"])
+    tools = over_stdio(env={"SHELF_KEY": "$MY_SHELF_KEY"}, only=["secret"])
     assert [record.result for record in played(tools, [("secret", {})])] == ["hunter2"]
     monkeypatch.delenv("MY_SHELF_KEY")
     with pytest.raises(ConfigError, match="MY_SHELF_KEY"):
