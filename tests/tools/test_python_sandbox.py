@@ -170,9 +170,9 @@ def test_a_zygote_that_dies_fails_its_callers_and_is_replaced(isolated: Sandbox)
     async def play(box: Sandbox) -> None:
         call = asyncio.create_task(box.run("import time\ntime.sleep(20)"))
         await asyncio.sleep(0.7)
-        zygote = box._launchers[0]._zygote
+        zygote = box._launchers[0]._process
         assert zygote is not None
-        zygote._process.send_signal(signal.SIGKILL)
+        zygote.send_signal(signal.SIGKILL)
         with pytest.raises(SandboxError, match="ended while code was running"):
             await call
         assert (await box.run("print(1)")).stdout == "1\n"

@@ -63,7 +63,7 @@ class Launcher:
             search=[PACKAGES] if isolated else [path for path in sys.path if path],
             **{name: limited[name] for name in Orders.__dataclass_fields__ if name in limited},
         )
-        self._zygote: _Zygote | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the zygote
         self._lock = threading.Lock()
         self._closed = False
 
@@ -72,30 +72,45 @@ class Launcher:
         with self._lock:
             if self._closed:
                 raise SandboxError("the Python sandbox is closed")
-            if self._zygote is not None and not self._zygote.is_alive:
-                self._zygote.close()
-                self._zygote = None
-            zygote = self._zygote = self._zygote or _Zygote(self._orders, self._limits)
-        return zygote.fork()
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._start()
+            control = self._control
+        try:
+            channel, channel_inside = socket.socketpair()
+            status, status_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            output, output_inside = os.pipe()
+        except OSError as error:
+            raise SandboxError(
+                f"too few file descriptors for another sandboxed process ({error}). Each running call and each session "
+                "takes 4: raise the limit (ulimit -n)"
+            ) from error
+        process = SandboxProcess(channel=channel, status=status, output=output, limits=self._limits)
+        try:
+            fds = [channel_inside.fileno(), output_inside, status_inside.fileno()]
+            socket.send_fds(control, [FORK], fds)
+        except OSError as error:
+            process.close()
+            raise SandboxError(f"the Python sandbox has ended: {error}") from error
+        finally:
+            channel_inside.close()
+            status_inside.close()
+            os.close(output_inside)
+        process.wait_until_ready()
+        return process
 
     def close(self) -> None:
+        """End the zygote and everything it has forked."""
         with self._lock:
             self._closed = True
-            if self._zygote is not None:
-                self._zygote.close()
-                self._zygote = None
+            self._end()
 
-
-class _Zygote:
-    """The host's handle on a zygote."""
-
-    def __init__(self, orders: Orders, limits: Limits) -> None:
+    def _start(self) -> None:
         """Start a zygote and wait until it is confined and has loaded its libraries."""
-        self._limits = limits
         self._control, control_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
-        orders = replace(orders, control=control_inside.fileno(), proc=proc)
+        orders = replace(self._orders, control=control_inside.fileno(), proc=proc)
         try:
             self._process = subprocess.Popen(
                 _command(orders),
@@ -115,39 +130,12 @@ class _Zygote:
             if self._control.recv(64) != b"ready":
                 raise OSError(self._read_errors())
         except OSError as error:
-            self.close()
+            self._end()
             raise SandboxError(f"the Python sandbox did not start: {error}") from error
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def fork(self) -> SandboxProcess:
-        try:
-            channel, channel_inside = socket.socketpair()
-            status, status_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            output, output_inside = os.pipe()
-        except OSError as error:
-            raise SandboxError(
-                f"too few file descriptors for another sandboxed process ({error}). Each running call and each session "
-                "takes 4: raise the limit (ulimit -n)"
-            ) from error
-        process = SandboxProcess(channel=channel, status=status, output=output, limits=self._limits)
-        try:
-            fds = [channel_inside.fileno(), output_inside, status_inside.fileno()]
-            socket.send_fds(self._control, [FORK], fds)
-        except OSError as error:
-            process.close()
-            raise SandboxError(f"the Python sandbox has ended: {error}") from error
-        finally:
-            channel_inside.close()
-            status_inside.close()
-            os.close(output_inside)
-        process.wait_until_ready()
-        return process
-
-    def close(self) -> None:
-        """End the zygote and everything it has forked."""
+    def _end(self) -> None:
+        if self._process is None:
+            return
         self._control.close()  # the zygote notices and exits
         try:
             self._process.wait(END_SECONDS)
@@ -155,8 +143,10 @@ class _Zygote:
             self._process.kill()
             self._process.wait()
         os.close(self._errors)
+        self._process = None
 
     def _read_errors(self) -> str:
+        assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         text = os.pread(self._errors, 4000, 0).decode(errors="replace").strip()
