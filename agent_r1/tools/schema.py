@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
@@ -57,13 +58,6 @@ class BadArguments(Exception):
     """The arguments do not fit the tool. The text is for the model that sent them."""
 
 
-def refuse_if_any(problems: list[str], tool: str, parameters: Mapping[str, Any]) -> None:
-    if problems:
-        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        shown = "; ".join(problems[:MAX_PROBLEMS] + more)
-        raise BadArguments(f"bad arguments for {signature(tool, parameters)}: {shown}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKeys:
     """Which `tools_kwargs` a tool takes."""
@@ -99,20 +93,28 @@ class Arguments:
     """The arguments of one tool."""
 
     tool: str
-    adapter: TypeAdapter[Any]
     parameters: dict[str, Any]  # JSON schema without references, as chat templates show it
+    check: Callable[[dict[str, Any]], tuple[Any, list[str]]]  # returns what is valid, and the problems
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_open: bool = False  # other arguments than `parameters` lists may be allowed, so that `check` has to know
 
     def validate(self, arguments: Mapping[str, Any]) -> Any:
         """The validated arguments with defaults filled in. Raises BadArguments."""
-        known = self.parameters["properties"]
-        problems = [f"unknown argument {key!r}" for key in arguments if key not in known]
-        try:
-            valid = self.adapter.validate_python({key: value for key, value in arguments.items() if key in known})
-        except ValidationError as error:
-            problems += [_describe_problem(dict(detail)) for detail in error.errors(include_url=False)]
-        refuse_if_any(problems, self.tool, self.parameters)
+        unknown = [] if self.is_open else [key for key in arguments if key not in self.parameters["properties"]]
+        valid, wrong = self.check({key: value for key, value in arguments.items() if key not in unknown})
+        problems = [f"unknown argument {key!r}" for key in unknown] + wrong
+        if problems:
+            more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+            shown = "; ".join(problems[:MAX_PROBLEMS] + more)
+            raise BadArguments(f"bad arguments for {signature(self.tool, self.parameters)}: {shown}")
         return {**deepcopy(dict(self.defaults)), **valid} if self.defaults and isinstance(valid, dict) else valid
+
+
+def _check_with(adapter: TypeAdapter[Any], arguments: dict[str, Any]) -> tuple[Any, list[str]]:
+    try:
+        return adapter.validate_python(arguments), []
+    except ValidationError as error:
+        return None, [_describe_problem(dict(detail)) for detail in error.errors(include_url=False)]
 
 
 def arguments_from_signature(tool: str, function: Callable[..., Any]) -> tuple[Arguments, RowKeys]:
@@ -170,8 +172,8 @@ def arguments_from_schema(tool: str, parameters: Mapping[str, Any]) -> Arguments
     if unknown:
         raise ConfigError(f"tool {tool!r}: parameters require {unknown[0]!r}, which is not among its properties")
     defaults = {name: schema["default"] for name, schema in properties.items() if "default" in schema}
-    adapter = TypeAdapter(_type_of_object(tool, complete))
-    return Arguments(tool=tool, adapter=adapter, parameters=complete, defaults=defaults)
+    check = partial(_check_with, TypeAdapter(_type_of_object(tool, complete)))
+    return Arguments(tool=tool, check=check, parameters=complete, defaults=defaults)
 
 
 def signature(tool: str, parameters: Mapping[str, Any]) -> str:
@@ -239,7 +241,7 @@ def _arguments(tool: str, kind: Any, defaults: Mapping[str, Any]) -> Arguments:
     # Unknown arguments are refused anyway, and a pydantic model's docstring is not for the policy.
     for key in ("additionalProperties", "description"):
         parameters.pop(key, None)
-    return Arguments(tool=tool, adapter=adapter, parameters=parameters, defaults=defaults)
+    return Arguments(tool=tool, check=partial(_check_with, adapter), parameters=parameters, defaults=defaults)
 
 
 def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.tokens.small_tokenizers import renderer_of
 
 pytest.importorskip("jsonschema", reason="pip install 'agent-r1[mcp]'")
 
-from agent_r1.tools.mcp.json_schema import SchemaArguments
+from agent_r1.tools.mcp.json_schema import arguments_from_server
 
 ORDER: dict[str, Any] = {
     "type": "object",
@@ -71,7 +71,7 @@ ITEMS = {"items": [{"name": "tea"}]}
     ],
 )
 def test_what_fits_the_schema_is_sent_unchanged(arguments: dict[str, Any]) -> None:
-    assert SchemaArguments("order", ORDER).validate({**ITEMS, **arguments}) == {**ITEMS, **arguments}
+    assert arguments_from_server("order", ORDER).validate({**ITEMS, **arguments}) == {**ITEMS, **arguments}
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_what_fits_the_schema_is_sent_unchanged(arguments: dict[str, Any]) -> No
 )
 def test_what_does_not_fit_is_named_by_its_path(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(BadArguments) as error:
-        SchemaArguments("order", ORDER).validate({**ITEMS, **arguments})
+        arguments_from_server("order", ORDER).validate({**ITEMS, **arguments})
     assert named in str(error.value).partition("): ")[2]
 
 
 def test_a_schema_that_allows_other_arguments_takes_them() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "integer"}}
-    assert SchemaArguments("open", schema).validate({"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    assert arguments_from_server("open", schema).validate({"a": 1, "b": 2}) == {"a": 1, "b": 2}
     with pytest.raises(BadArguments, match="'b'"):
-        SchemaArguments("open", schema).validate({"b": "x"})
+        arguments_from_server("open", schema).validate({"b": "x"})
 
 
 def test_the_signature_in_messages_shows_what_references_mean() -> None:
     with pytest.raises(BadArguments) as error:
-        SchemaArguments("order", ORDER).validate({})
+        arguments_from_server("order", ORDER).validate({})
     assert "items: list[{name: string, count: integer}]" in str(error.value)
 
 
@@ -123,7 +123,7 @@ def test_formats_without_json_types_convert_arguments_behind_references() -> Non
         "$defs": {"Count": {"type": "integer"}, "Where": {"type": "object", "properties": {"x": {"type": "number"}}}},
         "properties": {"count": {"$ref": "#/$defs/Count"}, "where": {"$ref": "#/$defs/Where"}},
     }
-    arguments = SchemaArguments("move", schema)
+    arguments = arguments_from_server("move", schema)
     converted = FORMATS["qwen3_coder"].convert_arguments({"count": "3", "where": '{"x": 1}'}, arguments.parameters)
     assert arguments.validate(converted) == {"count": 3, "where": {"x": 1}}
 
@@ -138,7 +138,7 @@ def test_formats_without_json_types_convert_arguments_behind_references() -> Non
 )
 def test_a_schema_that_cannot_be_used_is_an_error_before_the_run(schema: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="'broken'"):
-        SchemaArguments("broken", schema)
+        arguments_from_server("broken", schema)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3", "harmony"])

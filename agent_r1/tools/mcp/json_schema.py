@@ -15,38 +15,31 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 
 from agent_r1.errors import ConfigError
-from agent_r1.tools.schema import MAX_VALUE_CHARS, inlined, refuse_if_any
+from agent_r1.tools.schema import MAX_VALUE_CHARS, Arguments, inlined
 
 # With one of these, properties may be allowed that `properties` does not list.
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "allOf", "if", "$ref")
 _DATA = ("default", "enum", "const", "examples")
 
 
-class SchemaArguments:
-    """The arguments of a tool with this schema."""
+def arguments_from_server(tool: str, schema: Mapping[str, Any]) -> Arguments:
+    """The arguments of a tool with this schema. They are sent unchanged: the server fills in its own defaults."""
+    schema = _with_null(schema)
+    parameters = {"properties": {}, **inlined(tool, schema)}
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ConfigError(f"tool {tool!r}: its JSON schema is not valid: {error.message}") from error
+    # An empty registry: by default, jsonschema would fetch references to other documents from the network.
+    validator: Any = kind(schema, format_checker=kind.FORMAT_CHECKER, registry=Registry())
 
-    def __init__(self, tool: str, schema: Mapping[str, Any]) -> None:
-        schema = _with_null(schema)
-        self.tool = tool
-        self.parameters: dict[str, Any] = {"properties": {}, **inlined(tool, schema)}
-        self.defaults: dict[str, Any] = {}  # empty: the server fills in its own defaults
-        kind = validator_for(schema, default=Draft202012Validator)
-        try:
-            kind.check_schema(schema)
-        except SchemaError as error:
-            raise ConfigError(f"tool {tool!r}: its JSON schema is not valid: {error.message}") from error
-        # An empty registry: by default, jsonschema would fetch references to other documents from the network.
-        self._validator: Any = kind(schema, format_checker=kind.FORMAT_CHECKER, registry=Registry())
-        self._closed = not any(keyword in schema for keyword in _OPENS)
+    def check(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        return arguments, list(map(_describe, validator.iter_errors(arguments)))
 
-    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, unchanged. Raises BadArguments."""
-        problems: list[str] = []
-        if self._closed:  # most servers would ignore a misspelt argument without a word
-            problems = [f"unknown argument {key!r}" for key in arguments if key not in self.parameters["properties"]]
-        problems += map(_describe, self._validator.iter_errors(dict(arguments)))
-        refuse_if_any(problems, self.tool, self.parameters)
-        return dict(arguments)
+    # Most servers would ignore a misspelt argument without a word, so unknown ones are refused if nothing allows them.
+    is_open = any(keyword in schema for keyword in _OPENS)
+    return Arguments(tool=tool, parameters=parameters, check=check, is_open=is_open)
 
 
 def _with_null(node: Any) -> Any:

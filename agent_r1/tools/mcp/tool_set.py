@@ -32,12 +32,11 @@ from agent_r1.tools.mcp.connection import (
     Connection,
     ServerError,
 )
+from agent_r1.tools.schema import Arguments
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
     from mcp.types import Tool as RemoteTool
-
-    from agent_r1.tools.mcp.json_schema import SchemaArguments
 
 logger = logging.getLogger(__name__)
 
@@ -229,10 +228,10 @@ class MCPTool(BaseTool):
         self.timeout = owner.timeout + owner.start_seconds + 2 * CHECK_SECONDS + CLOSE_SECONDS
 
     @cached_property
-    def arguments(self) -> SchemaArguments:  # type: ignore[override]
-        from agent_r1.tools.mcp.json_schema import SchemaArguments
+    def arguments(self) -> Arguments:
+        from agent_r1.tools.mcp.json_schema import arguments_from_server
 
-        return SchemaArguments(self.name, self.parameters)
+        return arguments_from_server(self.name, self.parameters)
 
     def for_episode(self, episode: str) -> BaseTool:
         mine = copy(self)
