@@ -1,38 +1,34 @@
-"""Checks across settings."""
+"""Checks across settings: contradictions, and settings that have no effect."""
 
 from __future__ import annotations
 
-from agent_r1.config.schema import (
-    CorrectionConfig,
-    RunConfig,
-    SummaryContext,
-    TransformersEngineConfig,
-    VLLMEngineConfig,
-)
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agent_r1.config.schema import RunConfig, SummaryContext, TransformersEngineConfig, VLLMEngineConfig
 from agent_r1.engines.base import MAX_SUPPORT
 from agent_r1.errors import ConfigError
+
+Tree = dict[str, Any]  # section -> key -> value, as people wrote it
 
 
 def check_together(config: RunConfig) -> None:
     """Refuse settings that are valid one by one but contradict each other."""
-    if (config.model.path is None) == (config.model.make is None):
-        raise ConfigError("model needs exactly one of model.path (load) and model.make (create)")
+    _check_one_of("model", {"path": config.model.path, "make": config.model.make})
     if config.sft.demos is not None and config.sft.trajectories is not None:
         raise ConfigError("sft takes demos or trajectories, not both")
-    if config.rollout.max_response_tokens >= config.rollout.max_context_tokens:
-        raise ConfigError(
-            f"rollout.max_response_tokens ({config.rollout.max_response_tokens}) must be smaller than "
-            f"rollout.max_context_tokens ({config.rollout.max_context_tokens}): the prompt needs room too"
-        )
-    if config.verl is not None and config.backend != "verl":
-        raise ConfigError("the section verl has no effect with backend=local: set backend=verl, or leave it out")
-    for name, role in config.rollout.roles.items():
-        if (role.max_response_tokens or 0) >= config.rollout.max_context_tokens:
+    limits = {"rollout": config.rollout.max_response_tokens}
+    limits |= {f"rollout.roles.{name}": role.max_response_tokens or 0 for name, role in config.rollout.roles.items()}
+    for name, limit in limits.items():
+        if limit >= config.rollout.max_context_tokens:
             raise ConfigError(
-                f"rollout.roles.{name}.max_response_tokens ({role.max_response_tokens}) must be smaller than "
-                f"rollout.max_context_tokens ({config.rollout.max_context_tokens}): the prompt needs room too"
+                f"{name}.max_response_tokens ({limit}) must be smaller than rollout.max_context_tokens "
+                f"({config.rollout.max_context_tokens}): the prompt needs room too"
             )
-    _check_gateway(config)
+    if (config.gateway is None) == (config.task.flow == "gateway"):
+        raise ConfigError("task.flow=gateway and a section gateway with agent or command need each other")
+    if config.gateway is not None:
+        _check_one_of("gateway", {"agent": config.gateway.agent, "command": config.gateway.command})
     _check_engine(config)
     _check_context(config)
     _check_training(config)
@@ -42,22 +38,11 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError("eval.top_p and eval.top_k do nothing at eval.temperature=0 (greedy); set a temperature")
 
 
-def _check_gateway(config: RunConfig) -> None:
-    gateway, task = config.gateway, config.task
-    if (gateway is None) == (task.flow == "gateway"):
-        problem = "needs a section gateway with agent or command" if gateway is None else "is needed by section gateway"
-        raise ConfigError(f"task.flow=gateway {problem}")
-    if gateway is None:
-        return
-    if (gateway.agent is None) == (gateway.command is None):
-        raise ConfigError("gateway needs exactly one of gateway.agent (a function) and gateway.command (a program)")
-    changed = gateway.model_dump(exclude_defaults=True)
-    for name in ("stdin", "env"):
-        if gateway.agent is not None and name in changed:
-            raise ConfigError(f"gateway.{name} has no effect on a function: leave it out, or set gateway.command")
-    for name, given in {"tools": task.tools, "env_kwargs": task.env_kwargs}.items():
-        if given:
-            raise ConfigError(f"task.{name} has no effect with task.flow=gateway: the agent brings its own tools")
+def _check_one_of(section: str, settings: Mapping[str, object]) -> None:
+    """Refuse alternatives unless exactly one of them is given."""
+    if sum(bool(value) for value in settings.values()) != 1:
+        names = " and ".join(f"{section}.{name}" for name in settings)
+        raise ConfigError(f"{section} needs exactly one of {names}")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -66,8 +51,6 @@ def _check_engine(config: RunConfig) -> None:
         _check_vllm(engine)
         if engine.sleep and config.trainer.mode == "async":
             raise ConfigError("engine.sleep stops sampling during updates: leave it out with trainer.mode=async")
-        if config.model.fp32_head:
-            raise ConfigError("model.fp32_head has no effect on vLLM: leave it out, or set engine.kind=local")
     elif isinstance(engine, TransformersEngineConfig):
         size, longest = engine.max_cached_tokens, config.rollout.max_context_tokens
         if size is not None and size < longest:
@@ -80,25 +63,17 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_vllm(engine: VLLMEngineConfig) -> None:
-    if bool(engine.urls) == (engine.python is not None):
-        raise ConfigError(
-            "engine.kind=vllm needs exactly one of engine.urls (running servers) and engine.python (start servers "
-            "with this interpreter)"
-        )
+    _check_one_of("engine", {"urls (running servers)": engine.urls, "python (to start servers with)": engine.python})
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://")) or engine.urls.count(url) > 1:
+            raise ConfigError(f"engine.urls must be addresses like http://node1:8000, each given once, not {url!r}")
     gpus, size = engine.gpus, engine.tensor_parallel
-    bad_urls = [url for url in engine.urls if not url.startswith(("http://", "https://")) or engine.urls.count(url) > 1]
-    problems = {
-        "gpus": gpus and engine.urls and "has no effect on running servers (engine.urls): leave it out",
-        "args": engine.args and engine.urls and "has no effect on running servers (engine.urls): leave it out",
-        "urls": bad_urls and f"must be addresses like http://node1:8000, each given once, not {bad_urls[0]!r}",
-        "servers": engine.servers and (gpus or engine.urls) and "is the number of servers on a CPU: leave it out",
-        f"gpus={gpus}": (len(gpus) % size or len(set(gpus)) < len(gpus) or (size > 1 and not gpus))
-        and f"cannot be divided into servers of {size} different GPUs (engine.tensor_parallel)",
-        "sleep": engine.sleep and not gpus and not engine.urls and "has no effect on a CPU: leave it out",
-    }
-    for name, problem in problems.items():
-        if problem:
-            raise ConfigError(f"engine.{name} {problem}")
+    if engine.servers is not None and gpus:
+        raise ConfigError("engine.servers is the number of servers on a CPU: leave it out")
+    if len(gpus) % size or len(set(gpus)) < len(gpus) or (size > 1 and not gpus):
+        raise ConfigError(
+            f"engine.gpus={gpus} cannot be divided into servers of {size} different GPUs (engine.tensor_parallel)"
+        )
 
 
 def _check_context(config: RunConfig) -> None:
@@ -118,34 +93,17 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_training(config: RunConfig) -> None:
-    if config.algorithm.kl_target is not None and config.algorithm.kl_in == "loss":
-        raise ConfigError("algorithm.kl_target adapts a KL in the reward; set algorithm.kl_in=reward too")
-    if config.algorithm.kl_in == "reward" and config.algorithm.kl_estimator != "k3":
-        raise ConfigError(
-            "algorithm.kl_estimator applies only with algorithm.kl_in=loss; in the reward it is always k1"
-        )
-    if config.rewards.process == "ignored" and config.rewards.process_weight != 1:
-        raise ConfigError("rewards.process_weight does nothing with rewards.process=ignored")
-    if config.critic is not None and config.critic.value_coef != 1 and not config.critic.shared:
-        raise ConfigError("critic.value_coef does nothing for a critic with its own optimizer; set critic.shared=true")
-    if config.lora is not None and not config.lora.target_modules:
-        raise ConfigError(
-            "lora.target_modules is empty: name some modules, or leave it out to adapt every linear layer"
-        )
+    algorithm, correction, rollout = config.algorithm, config.correction, config.rollout
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k3":
+        raise ConfigError("algorithm.kl_estimator applies only with algorithm.kl_in=loss; a KL in the reward uses k1")
     elsewhere = config.engine.kind != "local" or config.engine.device is not None
     if config.lora is not None and config.lora.share_base and elsewhere:
+        raise ConfigError("lora.share_base needs engine.kind=local without engine.device: the two share memory")
+    if correction is not None and not correction.floor < 1 <= correction.cap:
         raise ConfigError(
-            "lora.share_base needs engine.kind=local without engine.device: it shares the learner's memory"
+            f"correction.floor={correction.floor:g} must be below 1 and correction.cap={correction.cap:g} at least 1: "
+            "the weight is 1 if sampler and learner agree"
         )
-    if config.engine.kind == "vllm" and config.engine.send_adapters and config.lora is None:
-        raise ConfigError("engine.send_adapters needs a section lora: without adapters, all weights are sent")
-    chunk, pack = config.learner.mlp_chunk_tokens, config.learner.max_tokens_per_pack
-    if chunk is not None and pack is not None and chunk >= pack:
-        raise ConfigError(
-            f"learner.mlp_chunk_tokens={chunk} has no effect on packs of {pack} tokens (learner.max_tokens_per_pack)"
-        )
-    _check_correction(config.correction)
-    rollout = config.rollout
     if (rollout.top_p < 1 or rollout.top_k > 0) and not 2 <= rollout.top_k <= MAX_SUPPORT:
         raise ConfigError(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: training needs a top_k of 2 to "
@@ -153,13 +111,64 @@ def _check_training(config: RunConfig) -> None:
         )
 
 
-def _check_correction(correction: CorrectionConfig | None) -> None:
-    if correction is None:
-        return
-    if correction.floor and correction.kind == "truncate":
-        raise ConfigError("correction.floor does nothing with correction.kind=truncate; use kind=reject")
-    if not correction.floor < 1 <= correction.cap:
-        raise ConfigError(
-            f"correction.floor={correction.floor:g} must be below 1 and correction.cap={correction.cap:g} at least 1: "
-            "the weight is 1 if sampler and learner agree"
-        )
+def check_idle(written: Sequence[Tree], merged: Sequence[Tree]) -> None:
+    """Refuse settings that have no effect; `merged` are the settings after each layer of the `written` ones.
+
+    A layer may set what a later layer turns off, as with `sft.demos=null`. The config.json of a run, which holds every
+    field, is not checked.
+    """
+    for setting, (needed, has_effect) in RULES.items():
+        idle = [not has_effect(stage) for stage in merged]
+        given = [value_of(layer, setting) not in (None, False, [], {}) for layer in written]
+        if idle[-1] and any(map(all, zip(given, idle, strict=True))):
+            raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
+
+
+def value_of(tree: Tree, setting: str) -> Any:
+    found: Any = tree
+    for key in setting.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _needs(*names: str, idle: tuple[Any, ...] = (None, 0, []), which: str = "") -> tuple[str, Callable[[Tree], bool]]:
+    """Return a condition for a setting to have an effect, in words and as a function: one of `names` has a value other
+    than `idle`."""
+    return " or ".join(names) + which, lambda tree: any(value_of(tree, name) not in idle for name in names)
+
+
+_IMITATES = _needs("sft.demos", "sft.trajectories")
+_HAS_KL = _needs("algorithm.kl_coef")
+_UPDATES_AGAIN = _needs("learner.num_epochs", "learner.num_minibatches", idle=(None, 1), which=" above 1")
+_COMPARES_STEPS = _needs("algorithm.settings.step_weight", idle=(0,))  # only gigpo has it, by default not 0
+_HAS_TASK = _needs("task.flow", idle=("gateway",), which=" other than gateway, whose agents bring their own")
+RULES = {
+    "sft.count": _needs("sft.demos"),
+    "sft.min_reward": _needs("sft.trajectories"),
+    "sft.max_per_row": _needs("sft.trajectories"),
+    **{f"sft.{key}": _IMITATES for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
+    "algorithm.kl_estimator": _HAS_KL,
+    "algorithm.kl_in": _HAS_KL,
+    "algorithm.kl_target": _needs("algorithm.kl_in", idle=(None, "loss"), which="=reward"),
+    "algorithm.kl_horizon": _needs("algorithm.kl_target"),
+    **{f"algorithm.settings.{key}": _COMPARES_STEPS for key in ("gamma", "anchor", "similarity")},
+    "context.demo_summary": _needs("sft.demos"),
+    "critic.value_clip": _UPDATES_AGAIN,
+    "critic.value_coef": _needs("critic.shared", which="=true"),
+    "correction.floor": _needs("correction.kind", idle=(None, "truncate"), which="=reject"),
+    "rewards.process_weight": _needs("rewards.process", idle=("ignored",), which=" other than ignored"),
+    "learner.target_kl": _UPDATES_AGAIN,
+    "learner.min_lr_ratio": _needs(
+        "learner.schedule", "critic.schedule", idle=(None, "constant"), which=" other than constant"
+    ),
+    "trainer.max_staleness": _needs("trainer.mode", idle=(None, "sync"), which="=async"),
+    "model.fp32_head": _needs("engine.kind", idle=("vllm",), which=" other than vllm"),
+    **{f"engine.{key}": _needs("engine.python") for key in ("gpus", "servers", "args")},
+    "engine.sleep": _needs("engine.gpus", "engine.urls"),
+    "engine.send_adapters": _needs("lora", idle=(None,)),
+    "gateway.stdin": _needs("gateway.command"),
+    "gateway.env": _needs("gateway.command"),
+    "task.tools": _HAS_TASK,
+    "task.env_kwargs": _HAS_TASK,
+    "verl": _needs("backend", idle=(None, "local"), which="=verl"),
+}

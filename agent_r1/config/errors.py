@@ -5,15 +5,15 @@ Knows how pydantic reports errors and how sections nest; `schema.py` says what a
 
 from __future__ import annotations
 
-import math
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from agent_r1.errors import did_you_mean, nearest
 
 Section = type[BaseModel]
 MAX_VALUE_CHARS = 200  # characters of a value in a message
+TYPES: dict[str, type] = {"int_type": int, "float_type": float, "bool_type": bool}
 
 
 def explain(error: Any, root: Section) -> str:
@@ -21,33 +21,24 @@ def explain(error: Any, root: Section) -> str:
     path, section, kind = _place([str(part) for part in error["loc"]], root)
     name, value = ".".join(path), error.get("input")
     if error["type"] == "extra_forbidden":
-        fields = list(section.model_fields) if section is not None else []
+        fields = _fields([section])
         near = _elsewhere(path[-1], root, besides=path[:-1]) or nearest(path[-1], fields)
         hint = f" Did you mean {near!r}?" if near else ""
         where = ".".join(path[:-1]) or "the recipe"
         return f"{where}{kind} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
     if error["type"] == "missing":
-        if path[-1].isdigit():
-            return f"{'.'.join(path[:-1])}={value!r}: too few numbers"
         return f"{name} is missing; give it in the recipe or as {name}=..."
-    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key = error["ctx"]["discriminator"].strip("'")
-        known = _tags(root.model_fields[path[0]].annotation, key)
-        if error["type"] == "union_tag_not_found":
-            return f"{name}.{key} is missing; choose one of: {', '.join(known)}"
-        return f"unknown {name}.{key} {error['ctx']['tag']!r}.{did_you_mean(error['ctx']['tag'], known)}"
+    if error["type"] == "union_tag_invalid":
+        key, tag = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]
+        return f"unknown {name}.{key} {tag!r}.{did_you_mean(tag, _tags(root.model_fields[path[0]].annotation, key))}"
+    if error["type"] in ("model_type", "model_attributes_type"):  # the latter for a section of several kinds
+        fields = _fields(_sections(section.model_fields[path[-1]].annotation) if section is not None else [])
+        choice = next((key for key in ("name", "policy", "kind") if key in fields), None)
+        meant = isinstance(value, str) and choice is not None
+        hint = f"Did you mean {name}.{choice}={value}?" if meant else f"Fields: {', '.join(fields)}"
+        return f"{name}={_spell(value)}: {name} is a section. {hint}"
     message = error["msg"][0].lower() + error["msg"][1:]
-    if error["type"] == "model_attributes_type":
-        message = f"{name} is a section"
-    field = root.model_fields.get(path[0]) if len(path) == 1 else None
-    key = field.discriminator if field is not None else None
-    kinds = _tags(field.annotation, key) if field is not None and isinstance(key, str) else []
-    hint = f". Did you mean {name}.{key}={value}?" if value in kinds else _same_value(error["type"], value)
-    if error["type"] == "model_type" and (names := _names(section, path[-1])):
-        if isinstance(value, str) and "name" in names:
-            return f"{name}={_spell(value)}: {name} is a section. Did you mean {name}.name={value}?"
-        return f"{name}={_spell(value)}: {name} is a section. Fields: {', '.join(names)}"
-    return f"{name}={_spell(value)}: {message}{hint}"
+    return f"{name}={_spell(value)}: {message}{_same_value(error['type'], value)}"
 
 
 def _spell(value: Any) -> str:
@@ -60,29 +51,19 @@ def _spell(value: Any) -> str:
 
 def _same_value(kind: str, value: Any) -> str:
     """Hint how to write what a value of another type probably means."""
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {value:.0f}"
-    if kind == "bool_type" and isinstance(value, int) and value in (0, 1):
-        return f"; write {_spell(bool(value))}"
     if kind == "list_type" and isinstance(value, str) and value.isidentifier():
         return f"; write [{value}]"
-    if kind not in ("int_type", "float_type", "bool_type") or not isinstance(value, str):
-        return ""
     if value == "None":
         return "; write null"
-    if not _is_literal(kind, value):
+    if kind not in TYPES or (isinstance(value, bool) and kind != "bool_type"):
         return ""
-    number = int(value) if kind == "int_type" else value  # YAML reads 08 as text
-    return f", not text; write {number} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
-
-
-def _is_literal(kind: str, text: str) -> bool:
-    if kind == "bool_type":
-        return text.lower() in ("true", "false")
     try:
-        return math.isfinite(int(text) if kind == "int_type" else float(text))
-    except (ValueError, OverflowError):
-        return False
+        meant: Any = TypeAdapter(TYPES[kind]).validate_python(value)
+    except ValidationError:
+        return ""
+    if not isinstance(value, str):
+        return f"; write {_spell(meant)}"
+    return f", not text; write {_spell(meant)} without quotes, and a variable as ${{oc.decode:${{oc.env:NAME}}}}"
 
 
 def _place(location: list[str], root: Section) -> tuple[list[str], Section | None, str]:
@@ -117,11 +98,8 @@ def _tags(annotation: Any, key: str) -> list[str]:
     return [tag for section in _sections(annotation) for tag in get_args(section.model_fields[key].annotation)]
 
 
-def _names(section: Section | None, key: str) -> list[str]:
-    """Return the fields of the section called `key` inside this one; empty if `key` is not a section."""
-    field = None if section is None else section.model_fields.get(key)
-    sections = _sections(field.annotation) if field is not None else []
-    return list(dict.fromkeys(name for one in sections for name in one.model_fields))
+def _fields(sections: list[Any]) -> list[str]:
+    return list(dict.fromkeys(name for section in sections if section is not None for name in section.model_fields))
 
 
 def _elsewhere(key: str, root: Section, besides: list[str]) -> str | None:

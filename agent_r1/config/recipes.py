@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from agent_r1.config.layers import split_presets
-from agent_r1.errors import ConfigError, did_you_mean, nearest
+from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.places import anchored
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PYTHON = "(python)"  # the empty recipe of runs that were described in Python; no file or folder is called so
 _PYTHON_FILE = RECIPES.parent / "api" / "python" / "base.yaml"
+
+
+def split_presets(recipe: str) -> tuple[str, list[str]]:
+    """Split `alfworld/hints+gigpo` into the first preset and the names of those on top of it."""
+    folder, slash, name = recipe.rpartition("/")
+    first, *others = [name] if anchored(recipe).exists() else name.split("+")  # a file may be called a+b.yaml
+    return f"{folder}{slash}{first}", others
 
 
 def recipe_file(recipe: str) -> Path:
@@ -24,22 +30,13 @@ def recipe_file(recipe: str) -> Path:
     if re.fullmatch(r"\w+(/\w+)?", recipe) and bundled.is_file():
         return bundled
     path = anchored(recipe)
-    is_folder = path.is_dir()
-    if is_folder:
-        path = path / "base.yaml"
-    if path.is_file():
-        return path
-    ours = bundled_recipes()
-    if is_folder or recipe.endswith((".yaml", ".yml")) or ("/" in recipe and name not in ours):
-        meant = None if is_folder else nearest(recipe, [preset for one in ours for preset in bundled_presets(one)])
-        hint = f" Did you mean {meant!r}?" if meant else ""
-        raise ConfigError(
-            f"there is no file {path if is_folder else recipe}.{hint} Give a YAML file, a folder with base.yaml, or a "
-            f"bundled recipe: {', '.join(ours)}"
-        )
-    known = [*ours, *bundled_presets(recipe)]
+    file = path / "base.yaml" if path.is_dir() else path
+    if file.is_file():
+        return file
+    what = f"file {file}" if path.is_dir() else f"recipe or file {recipe!r}"
+    known = [*bundled_recipes(), *bundled_presets(recipe)]
     raise ConfigError(
-        f"unknown recipe {recipe!r}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml"
+        f"there is no {what}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml"
     )
 
 

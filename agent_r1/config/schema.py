@@ -10,7 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agent_r1.config.layers import ADAPTERS, DEFAULT_CONTEXT, DEFAULT_ENGINE, read_switch, with_default
+DEFAULT_CONTEXT: Literal["append"] = "append"  # the context policy if the settings name none
+DEFAULT_ENGINE = "local"  # the kind of engine if the settings name none
+# Names for `task.rows`, `task.env` and `task.reward`, and their modules.
+ADAPTERS = {"gymnasium": "gymnasium_env", "reasoning_gym": "reasoning_tasks", "verifiers": "verifiers_tasks"}
+ADAPTERS |= {"harbor": "harbor", "openenv": "openenv_env"}
 
 
 class Section(BaseModel):
@@ -23,6 +27,16 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
+
+
+def read_switch(value: Any) -> Any:
+    """Read on and off as YAML does."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def with_default(value: Any, **choice: str) -> Any:
+    """Fill in the defaults of a section."""
+    return choice | value if isinstance(value, dict) else value
 
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(read_switch)]
@@ -94,7 +108,7 @@ class LoRAConfig(Section):
     rank: int = Field(default=16, ge=1)
     alpha: float | None = Field(default=None, gt=0)  # scale times rank; None: twice the rank
     # last parts of module names, e.g. [q_proj, v_proj]; auto: every linear layer except the output head
-    target_modules: Literal["auto"] | list[str] = "auto"
+    target_modules: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = "auto"
     share_base: bool = False  # one copy of the base in model.dtype for engine and learner; adapters are not merged
 
 

@@ -43,7 +43,7 @@ def test_the_quickstart_runs_unchanged_on_both() -> None:
 
 
 def test_the_section_needs_the_backend() -> None:
-    with pytest.raises(ConfigError, match="the section verl has no effect with backend=local: set backend=verl"):
+    with pytest.raises(ConfigError, match="verl does nothing without backend=verl"):
         config("verl.cpu=true")
 
 

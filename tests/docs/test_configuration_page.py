@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import yaml
 
-from agent_r1.config.layers import DEFAULT_ENGINE
 from agent_r1.config.schema import (
+    DEFAULT_ENGINE,
     AlgorithmConfig,
     AppendContext,
     ContextConfig,

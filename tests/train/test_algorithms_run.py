@@ -136,8 +136,8 @@ def test_settings_an_algorithm_cannot_use_are_refused(overrides: list[str], mess
     ("overrides", "message"),
     [
         (["algorithm.kl_in=reward"], "algorithm.kl_in does nothing without algorithm.kl_coef"),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"], "set algorithm.kl_in=reward"),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k2"], "always k1"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"], "kl_target does nothing without algorithm.kl_in"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k2"], "algorithm.kl_estimator"),
         (["algorithm.kl_horizon=5"], "does nothing without algorithm.kl_target"),
         (["correction.floor=0.5", "correction.kind=truncate"], "floor does nothing"),
         (["correction.cap=3"], "correction.kind is missing"),
