@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 
-from agent_r1.build.models.find import find_model
-from agent_r1.build.models.source import as_directory
+from agent_r1.build.models.source import as_directory, find_model
 from agent_r1.build.recipe import recipe_path
 from agent_r1.recipes.alfworld import data, task
 from agent_r1.recipes.alfworld.engine import World

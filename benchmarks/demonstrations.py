@@ -14,8 +14,7 @@ from statistics import fmean
 
 from transformers import AutoTokenizer
 
-from agent_r1.build.models.find import find_model
-from agent_r1.build.models.source import as_directory
+from agent_r1.build.models.source import as_directory, find_model
 from agent_r1.build.recipe import recipe_path
 from agent_r1.build.start import sft_trajectories
 from agent_r1.build.task import build_task

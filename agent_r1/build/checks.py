@@ -9,7 +9,7 @@ import torch
 
 from agent_r1.build.engine import GPU_ONLY, configured_cache_tokens, merges_adapters
 from agent_r1.build.models.device import compiles_layers, engine_device, model_device, model_dtype
-from agent_r1.build.models.find import find_model
+from agent_r1.build.models.source import find_model
 from agent_r1.build.task import Task, check_call, is_data_source
 from agent_r1.config import RunConfig
 from agent_r1.config.schema import TaskConfig, VLLMEngineConfig

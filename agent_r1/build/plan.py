@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent_r1.algorithm_names import check_early
-from agent_r1.build.models.find import find_model
+from agent_r1.build.models.source import find_model
 from agent_r1.build.recipe import recipe_path
 from agent_r1.build.task import Task, build_task
 from agent_r1.config import RunConfig

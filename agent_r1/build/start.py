@@ -15,9 +15,8 @@ from agent_r1.build.context import message_function
 from agent_r1.build.learner import build_sft_learner, rehearse
 from agent_r1.build.models.cache import cache_root, put
 from agent_r1.build.models.device import model_dtype
-from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import Model, load_model, load_tokenizer, save_model
-from agent_r1.build.models.source import as_directory
+from agent_r1.build.models.source import as_directory, find_model
 from agent_r1.build.recipe import code_digest, data_name, digest, folder_digest, recipe_path
 from agent_r1.build.resolve import one_line_errors, resolve
 from agent_r1.build.task import Task, recipe_function, warm_start_code

@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from agent_r1.build.models.hub import without_hub
-from agent_r1.build.models.load import load_tokenizer, make_renderer
+from agent_r1.build.models.load import load_tokenizer, make_renderer, without_hub
 from agent_r1.build.models.source import as_directory
 from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, load_demos

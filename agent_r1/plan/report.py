@@ -121,8 +121,7 @@ def _start(gpus: int) -> str:
 
 
 def _shape(config: RunConfig, model: str | None) -> Shape:
-    from agent_r1.build.models.find import find_model
-    from agent_r1.build.models.source import as_directory
+    from agent_r1.build.models.source import as_directory, find_model
     from agent_r1.plan.shapes import find_shape
 
     if model is not None:

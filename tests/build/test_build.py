@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from agent_r1.build.collectors import eval_collector, greedy_collector, train_collector
 from agent_r1.build.engine import build_engine, max_cached_tokens, max_episodes
-from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model, save_model
+from agent_r1.build.models.source import find_model
 from agent_r1.build.plan import build_plan
 from agent_r1.build.resolve import resolve
 from agent_r1.build.task import build_task

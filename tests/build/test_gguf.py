@@ -16,8 +16,7 @@ pytest.importorskip("gguf", reason="the optional package gguf is not installed")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_r1.build.models.gguf import convert_gguf
-from agent_r1.build.models.gguf_tokenizer import SPLITTINGS, tokenizer_of
+from agent_r1.build.models.gguf import SPLITTINGS, convert_gguf, tokenizer_of
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import verify_template

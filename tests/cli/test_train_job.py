@@ -57,7 +57,7 @@ def test_a_model_that_the_hub_does_not_give_leaves_no_run_directory(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("agent_r1.build.models.hub._is_reachable", lambda: False)
+    monkeypatch.setattr("agent_r1.build.models.load._is_hub_reachable", lambda: False)
     ended = cli("train", MINI, "model={make: null, path: owner/nothing}", "--run", tmp_path / "run")
     assert ended.code == 2
     assert "owner/nothing" in ended.err

