@@ -18,7 +18,7 @@ from agent_r1.bench import engine_speed, learner_speed, step_speed
 from agent_r1.bench.machine import accelerator, commit, machine, pick_device, slug
 from agent_r1.bench.models import SMOLLM2_135M, TINY, BenchModel, LlamaShape
 from agent_r1.bench.results import Results, Row, as_tables, comparison
-from agent_r1.build.models.cache import cache_root
+from agent_r1.build.models.source import cache_root
 from agent_r1.errors import ConfigError, did_you_mean
 
 

@@ -10,8 +10,9 @@ import torch
 from agent_r1.build.engine import GPU_ONLY, configured_cache_tokens, merges_adapters
 from agent_r1.build.models.device import compiles_layers, engine_device, model_device, model_dtype
 from agent_r1.build.models.source import find_model
-from agent_r1.build.task import Task, check_call, is_data_source
+from agent_r1.build.task import Task, check_call
 from agent_r1.config import RunConfig
+from agent_r1.config.checks import is_data_source
 from agent_r1.config.schema import TaskConfig, VLLMEngineConfig
 from agent_r1.data.files import FORMATS
 from agent_r1.envs.base import env_class
@@ -50,13 +51,12 @@ def check_requirements(config: RunConfig) -> None:
 def check_device(config: RunConfig) -> None:
     """Refuse settings without effect on this device. A run may later continue on another device."""
     on_cpu, dtype = model_device(config).type == "cpu", model_dtype(config)
-    if config.learner.offload_optimizer and on_cpu:
-        raise ConfigError("learner.offload_optimizer has no effect on a CPU: leave it out")
+    given = [f"engine.{name}" for name in GPU_ONLY if getattr(config.engine, name, None) is not None]
+    given += ["learner.offload_optimizer"] if config.learner.offload_optimizer else []
+    if given and on_cpu:
+        raise ConfigError(f"{given[0]} has no effect on a CPU: leave it out")
     if config.model.fp32_head and dtype == torch.float32:
         raise ConfigError("model.fp32_head has no effect in float32: leave it out, or set model.dtype=bfloat16")
-    given = [name for name in GPU_ONLY if getattr(config.engine, name, None) is not None]
-    if given and on_cpu:
-        raise ConfigError(f"engine.{given[0]} has no effect on a CPU: leave it out")
     vanishes = dtype == torch.bfloat16 and config.learner.lr < SMALLEST_LORA_LR
     if config.lora is not None and merges_adapters(config) and vanishes:
         raise ConfigError(
@@ -90,7 +90,7 @@ def check_start(config: RunConfig) -> None:
 
 def check_players(task: Task, template: TemplateFormat | None, rows: Iterable[TaskRow]) -> None:
     """Create one flow and env, without playing, for each combination of names, settings and tools in the rows."""
-    make_flow = task.make_flow if template is None else task.flows_for(template)
+    make_flow = task.flows_for(template)
     seen = set()
     for row in rows:
         env_type = row.env_kwargs.get("env_type")

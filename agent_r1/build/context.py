@@ -115,25 +115,18 @@ def check_keeps_reasoning(config: RunConfig, renderer: Renderer, *, calls_tools:
 
 
 def check_summary_budget(config: RunConfig, renderer: Renderer) -> None:
-    """Refuse token limits under which no summary could be written, or one before nearly every action."""
+    """Refuse token limits under which no summary could be written."""
     context, limit = config.context, config.rollout.max_context_tokens
     if not isinstance(context, SummaryContext):
         return
-    shown: list[Message] = [{"role": "user", "content": "?"}]
-    exchange: list[Message] = [{"role": "assistant", "content": "?"}, *shown]
-    before, asked, stays = (
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    before, after = (
         len(renderer.render(Observation(messages=messages)))
-        for messages in (shown, append_text(shown, context.instruction), shown + exchange * context.keep_turns)
+        for messages in (asked, append_text(asked, context.instruction))
     )
-    needed = context.max_tokens + asked - before + context.summary_tokens
-    if needed > limit:
+    if context.max_tokens + after - before + context.summary_tokens > limit:
         raise ConfigError(
-            f"context.max_tokens={context.max_tokens}, context.instruction ({asked - before} tokens) and "
+            f"context.max_tokens={context.max_tokens}, context.instruction ({after - before} tokens) and "
             f"context.summary_tokens={context.summary_tokens} together exceed rollout.max_context_tokens={limit}: no "
             "summary could be written. Lower context.max_tokens"
-        )
-    if context.max_tokens < stays:
-        raise ConfigError(
-            f"context.max_tokens={context.max_tokens} is too small: the first observation and the last exchanges "
-            f"(context.keep_turns={context.keep_turns}), which are never summarised, take at least {stays} tokens"
         )

@@ -118,12 +118,9 @@ def _policy(config: RunConfig, model: Model) -> PolicyModel:
         model.network,
         pictures=model.pictures,
         train_vision=config.learner.train_vision,
-        autocast_dtype=_autocast_dtype(config),
-        fp32_head=config.model.fp32_head,
         lora=lora_settings(config),
-        compiled=compiles_layers(config),
         checkpoint_activations=config.learner.activation_checkpointing is True,
-        mlp_chunk_tokens=config.learner.mlp_chunk_tokens,
+        **_computation(config),
     )
 
 
@@ -136,17 +133,18 @@ def _reference(config: RunConfig, policy: PolicyModel, reference: Model | None) 
     return PolicyModel(
         reference.network.requires_grad_(False),
         pictures=reference.pictures,
-        autocast_dtype=_autocast_dtype(config),
-        fp32_head=config.model.fp32_head,
-        compiled=compiles_layers(config),
-        mlp_chunk_tokens=config.learner.mlp_chunk_tokens,
+        **_computation(config),
     )
 
 
-def _autocast_dtype(config: RunConfig) -> torch.dtype | None:
-    """None computes in float32, like the master weights."""
+def _computation(config: RunConfig) -> dict[str, Any]:
     dtype = model_dtype(config)
-    return None if dtype == torch.float32 else dtype
+    return {
+        "autocast_dtype": None if dtype == torch.float32 else dtype,  # None: float32, like the master weights
+        "fp32_head": config.model.fp32_head,
+        "compiled": compiles_layers(config),
+        "mlp_chunk_tokens": config.learner.mlp_chunk_tokens,
+    }
 
 
 def lora_settings(config: RunConfig) -> LoRA | None:

@@ -6,14 +6,13 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import yaml
-
 from agent_r1 import __version__
-from agent_r1.build.models.cache import cache_root
+from agent_r1.build.models.source import cache_root
 from agent_r1.build.resolve import import_file, named_module, recipe_folder, resolve
 from agent_r1.config import RECIPES, RunConfig, recipe_file
 from agent_r1.data.downloads import data_dir
@@ -28,7 +27,6 @@ TOOLS = PACKAGE / "tools"
 
 READ_WHOLE = 16 * 2**20  # bytes; larger files are identified by size and time
 CODE = (".py", ".jinja", ".j2")
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast, but needs libyaml
 # What code reads, as opposed to documentation, logs and pictures.
 _READ = (*CODE, ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".tsv", ".parquet", ".gz")
 
@@ -177,9 +175,7 @@ def _describes_run(path: Path) -> bool:
     if path.suffix not in (".yaml", ".yml"):
         return False
     try:
-        described = yaml.load(path.read_text(encoding="utf-8"), YAML_LOADER)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        sections = set(re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), re.MULTILINE))
+    except (OSError, ValueError):
         return False
-    if not isinstance(described, dict) or not described.keys() <= {"base", *RunConfig.model_fields}:
-        return False
-    return "base" in described or {"task", "model"} <= described.keys()
+    return sections <= {"base", *RunConfig.model_fields} and ("base" in sections or {"task", "model"} <= sections)

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from agent_r1.build.collectors import train_collector
 from agent_r1.build.context import message_function
 from agent_r1.build.learner import build_sft_learner, rehearse
-from agent_r1.build.models.cache import cache_root, put
 from agent_r1.build.models.device import model_dtype
 from agent_r1.build.models.load import Model, load_model, load_tokenizer, save_model
-from agent_r1.build.models.source import as_directory, find_model
+from agent_r1.build.models.source import as_directory, cache_root, find_model, put
 from agent_r1.build.recipe import code_digest, data_name, digest, folder_digest, recipe_path
 from agent_r1.build.resolve import one_line_errors, resolve
 from agent_r1.build.task import Task, recipe_function, warm_start_code
@@ -133,19 +131,14 @@ def load_demos(config: RunConfig) -> list[Demo]:
     if not demos:
         raise DataError(f"sft.demos={name!r} returned {made!r:.80}, not demonstrations")
     for index, demo in enumerate(demos):
-        if not _is_demo(demo):
-            raise DataError(
-                f"demonstration {index} of sft.demos={name!r} is {demo!r:.200}; expected a pair: a TaskRow and a list "
-                "of the expert's texts, one per turn"
-            )
+        match demo:
+            case [TaskRow(), [*texts]] if all(isinstance(text, str) for text in texts):
+                continue
+        raise DataError(
+            f"demonstration {index} of sft.demos={name!r} is {demo!r:.200}; expected a pair: a TaskRow and a list of "
+            "the expert's texts, one per turn"
+        )
     return demos
-
-
-def _is_demo(demo: Any) -> bool:
-    match demo:
-        case [TaskRow(), [*texts]]:
-            return all(isinstance(text, str) for text in texts)
-    return False
 
 
 def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> list[Trajectory]:

@@ -20,8 +20,8 @@ from agent_r1.build.resolve import (
     resolve,
 )
 from agent_r1.config import RunConfig
+from agent_r1.config.checks import is_data_source
 from agent_r1.config.schema import RewriteContext, SummaryContext
-from agent_r1.data.files import FORMATS
 from agent_r1.data.rows import load_rows
 from agent_r1.envs.base import AgentEnv, env_class, make_env, merge_env_kwargs, takes_setting
 from agent_r1.envs.processes.pool import EnvPool
@@ -77,16 +77,13 @@ class Task:
         """Whether the env is a ToolEnv."""
         return issubclass(self.env, ToolEnv) and self.flow.uses_env
 
-    def make_flow(self, row: TaskRow) -> AgentFlowBase:
-        return self._make_flow(row, None)
-
     def flows_for(self, template: TemplateFormat | None) -> Callable[[TaskRow], AgentFlowBase]:
-        """`make_flow` for a known chat template. Raises ConfigError if the task reads calls in another format."""
+        """`make_flow` for a chat template. Raises ConfigError if the task reads calls in another format."""
         if template is not None and self.calls_tools and takes_setting(self.env, "tool_format"):
             template.choose(requested_format(self.config.task.env_kwargs))
-        return partial(self._make_flow, template=template)
+        return partial(self.make_flow, template=template)
 
-    def _make_flow(self, row: TaskRow, template: TemplateFormat | None) -> AgentFlowBase:
+    def make_flow(self, row: TaskRow, template: TemplateFormat | None = None) -> AgentFlowBase:
         flow = flow_class(row.agent_name) if row.agent_name else self.flow
         check_flow(flow, self.config)
         made: AgentFlowBase = flow(partial(self._make_env, template=template))
@@ -111,17 +108,10 @@ class Task:
             raise ConfigError(
                 "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
             )
-        if issubclass(env, ToolEnv) and isinstance(kwargs.get("tools"), list):
-            self._check_opened(kwargs["tools"])
         check_env_repeats(env, kwargs, self.config)
         if template is not None and issubclass(env, ToolEnv):
             self._set_tool_format(env, name, kwargs, template)
         return self.make_env(env, name, kwargs)
-
-    def _check_opened(self, tools: Sequence[str | BaseTool | ToolSet]) -> None:
-        for tool in list_tools(tools):
-            if tool not in self.tools and type(tool).open is not Resource.open:
-                raise ConfigError(f"tool {tool.name!r} must be opened before a run: add it to task.tools")
 
     def _set_tool_format(self, env: type[ToolEnv], name: str, kwargs: dict[str, Any], template: TemplateFormat) -> None:
         """Set the template's format. Raises ConfigError if the env has its own, contradicting format."""
@@ -140,7 +130,7 @@ class Task:
 def build_task(config: RunConfig) -> Task:
     task = config.task
     import_recipe(config.recipe, named_code(config))
-    _check_data(config)
+    _check_path(config)
     source = task.rows if is_data_source(task.rows) else _rows_function(config)
     reward = resolve(task.reward, recipe=config.recipe)
     check_reward_signature(reward, task.reward)
@@ -234,17 +224,17 @@ def _resources(config: RunConfig) -> list[Resource]:
 
 
 def _tools(config: RunConfig) -> list[BaseTool]:
-    names, settings = _tool_names(config), dict(config.task.tool_kwargs)
-    found = [_lookup(name, config, get_tool) for name in names]
-    by_name = {name: _tool(name, tool, settings) for name, tool in zip(names, found, strict=True)}
+    settings = dict(config.task.tool_kwargs)
+    made = list_tools(
+        _tool(entry, config, settings) if isinstance(entry, str) else _tool_set(entry, config)
+        for entry in config.task.tools
+    )
     if settings:
-        classes = [getattr(tool, "name", "") for tool in found if isinstance(tool, type)]
         name = next(iter(settings))
         raise ConfigError(
             f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
-            f"{did_you_mean(name, classes)}"
+            f"{did_you_mean(name, [tool.name for tool in made])}"
         )
-    made = list_tools(by_name[tool] if isinstance(tool, str) else _tool_set(tool, config) for tool in config.task.tools)
     for name, count in Counter(tool.name for tool in made).items():
         if count > 1:
             raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")
@@ -270,26 +260,20 @@ def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
         return MCPTools(**settings)
 
 
-def _tool(name: str, found: Any, settings: dict[str, dict[str, Any]]) -> BaseTool | ToolSet:
+def _tool(name: str, config: RunConfig, settings: dict[str, dict[str, Any]]) -> BaseTool | ToolSet:
     """Return the tool; a class is called with its settings, which are removed from `settings`."""
-    if isinstance(found, ToolSet):
-        return found
+    found = _lookup(name, config, get_tool)
     if isinstance(found, type) and issubclass(found, BaseTool):
         kwargs = settings.pop(getattr(found, "name", name), {})
         try:
-            inspect.signature(found).bind(**kwargs)
             return get_tool(found(**kwargs))
         except AgentR1Error:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task.tool_kwargs: {found.__name__}(**{kwargs}) failed: {error}") from error
-    if not isinstance(found, BaseTool):
+    if not isinstance(found, BaseTool | ToolSet):
         raise ConfigError(f"task.tools: {name!r} is {found!r}, not a tool; put @tool on the function")
     return found
-
-
-def is_data_source(rows: str) -> bool:
-    return rows.startswith("hf:") or rows.endswith(FORMATS) or "/" in rows
 
 
 def _load(config: RunConfig, source: str | Callable[..., Any], *, split: str, count: int | None) -> list[TaskRow]:
@@ -321,13 +305,7 @@ def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[st
     check_callable(setting, name, recipe_function(name, config), **dict.fromkeys(keywords))
 
 
-def _check_data(config: RunConfig) -> None:
-    if config.data.map and not is_data_source(config.task.rows):
-        raise ConfigError(
-            f"data.map has no effect: task.rows={config.task.rows!r} is a function. It is for files and datasets"
-        )
-    if config.task.rows_kwargs and is_data_source(config.task.rows):
-        raise ConfigError(f"task.rows_kwargs has no effect: task.rows={config.task.rows!r} is not a function")
+def _check_path(config: RunConfig) -> None:
     names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
     if config.data.path is not None and not any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
         raise ConfigError(

@@ -1,32 +1,38 @@
-"""The command line: parse arguments, load the config, run the command, and print errors as one clear line.
+"""The command line: the commands that make a run, the list of all commands, and errors as one clear line.
 
 The config is read before anything slow is imported, so that a misspelt word is answered at once. Each command's work is
-in `commands/`, imported when the command runs.
+imported when the command runs.
 """
 
 from __future__ import annotations
 
-import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from agent_r1 import __version__
-from agent_r1.cli.bench_command import bench_command
+from agent_r1.cli import run_commands as runs
 from agent_r1.cli.commands.data import app as data
-from agent_r1.cli.commands.doctor import COMMANDS
-from agent_r1.cli.commands.publish import export_command, push_command
-from agent_r1.cli.commands.serve import ApiKey, serve_command
-from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
-from agent_r1.cli.dry_run import print_warm_start_plan
-from agent_r1.cli.help_panels import arrange
+from agent_r1.cli.options import (
+    RECIPE_HELP,
+    AsJSON,
+    DryRun,
+    NewDirectory,
+    NewRun,
+    Overrides,
+    RecipeArg,
+    complete_recipe,
+    complete_run,
+)
 from agent_r1.cli.search_command import app as search
-from agent_r1.cli.terminal import Terminal, exit_despite_threads, report_signals, steady_streams, tell
-from agent_r1.config import RunConfig, bundled_recipes, change_config, load_config, parse_config, recipe_name
+from agent_r1.cli.terminal import Interrupted, Terminal, exit_despite_threads, say, steady_streams, tell
+from agent_r1.config import load_config, recipe_name
 from agent_r1.errors import AgentR1Error, ConfigError
 from agent_r1.places import StartedHere
 
@@ -51,95 +57,97 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # all commands below inherit it
 )
 console = Terminal()
-# The settings of an existing run that a command may change.
-EVAL_SETTINGS = ("eval", "task.test_split", "data.path", "model.device")
-CHAT_SETTINGS = ("eval.temperature", "eval.top_p", "eval.top_k", "task.test_split", "data.path", "model.device")
-
-RECIPE_HELP = f"A bundled recipe ({', '.join(bundled_recipes())}), a YAML file, or a folder with base.yaml."
-RecipeArg = Annotated[str, typer.Argument(help=RECIPE_HELP, autocompletion=complete_recipe)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Settings to change, as section.key=value.", autocompletion=complete_setting),
-]
-RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; by default a new one under runs/.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and the plan, then stop.")]
-RunArg = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=complete_run)]
-
-app.command("bench", no_args_is_help=True)(bench_command)
-app.add_typer(data, name="data", no_args_is_help=True)
-app.add_typer(search, name="search", no_args_is_help=True)
-app.command("serve")(serve_command)
-for name, command in COMMANDS.items():
-    app.command(name)(command)
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        console.print(f"agent-r1 {__version__}")
+        say(f"agent-r1 {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
-@app.command("init")
-def init_command(
-    directory: Annotated[Path, typer.Argument(help="The directory to write; it must be new or empty.")],
-) -> None:
+def init_command(directory: NewDirectory) -> None:
     """Write a small task to start from: tools, rows, reward, demonstrations, tests."""
     from agent_r1.cli.commands.init import write_task
 
     write_task(directory, console)
 
 
-@app.command("check")
 def check_command(
     recipe: RecipeArg,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to play with each agent.")] = 32,
+    rows: Annotated[int, Option(min=1, help="Rows to play with each agent.")] = 32,
 ) -> None:
     """Play a task without a model: demonstrations should earn the reward, empty and random agents should not."""
     config = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.cli.commands.check import run_check
+    from agent_r1.cli.signals import run_unkept
+    from agent_r1.doctor.check_task import check_task
 
-    with report_signals():
-        if not run_check(config, build_plan(config), console, rows=rows):
-            raise typer.Exit(1)
+    plan = build_plan(config)
+    if not run_unkept(plan.task.run(check_task(config, plan, console, rows)), config, console):
+        raise typer.Exit(1)
 
 
-@app.command("train")
-def train_command(
-    recipe: Annotated[str | None, typer.Argument(help=RECIPE_HELP, autocompletion=complete_recipe)] = None,
+def doctor_command(
+    recipe: RecipeArg,
     overrides: Overrides = None,
-    run: RunOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume",
-            autocompletion=complete_run,
-            help="Continue the run in this directory; trainer.steps=N extends it, trainer.max_minutes=N limits it.",
-        ),
-    ] = None,
-    may_continue: Annotated[
-        bool, typer.Option("--continue", help="Continue the run in --run DIR if there is one, or start it.")
-    ] = False,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes, one per GPU (or all on the CPU).")
-    ] = None,
+    quick: Annotated[bool, Option("--quick", help="Run only the checks that play no episodes.")] = False,
+    engine: Annotated[bool, Option("--engine", help="Also sample a few rows with the model.")] = False,
+    rows: Annotated[int, Option(min=1, help="Rows to play with each agent.")] = 16,
+    seconds: Annotated[float, Option(min=0.1, help="Longest time for an episode, and for blocking code.")] = 60.0,
+    as_json: AsJSON = False,
+) -> None:
+    """Look for what makes runs fail or learn nothing, before you train. Exit code 1 if anything is red."""
+    from agent_r1.cli.commands.doctor import Examination
+
+    examination = Examination(quick=quick, engine=engine, rows=rows, seconds=seconds, as_json=as_json)
+    if not examination.run(recipe, overrides or []):
+        raise typer.Exit(1)
+
+
+def plan_command(  # noqa: PLR0913 (each is an option)
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    gpus: Annotated[int, Option(min=1, help="Number of GPUs.")] = 1,
+    gpu: Annotated[str, Option(help="h200, h100, a100 or b200.")] = "h200",
+    model: Annotated[str | None, Option(help="A size such as 8b, or a model; default: the recipe's.")] = None,
+    like: Annotated[Path | None, Option(help="A run with typical episodes.", autocompletion=complete_run)] = None,
+    tool_seconds: Annotated[float, Option(min=0, help="Mean time that tools take in a step.")] = 0.0,
+    as_json: AsJSON = False,
+) -> None:
+    """Estimate memory, speed and GPU hours of a run from measured constants, and recommend a setup."""
+    from agent_r1.plan.report import run_plan
+
+    options: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "model": model, "like": like, "tool_seconds": tool_seconds}
+    run_plan(load_config(recipe, overrides or ()), console, **options, as_json=as_json)
+
+
+RESUME_HELP = "Continue the run in this directory; trainer.steps=N extends it, trainer.max_minutes=N limits it."
+
+
+def train_command(
+    recipe: Annotated[str | None, Argument(help=RECIPE_HELP, autocompletion=complete_recipe)] = None,
+    overrides: Overrides = None,
+    run: NewRun = None,
+    resume: Annotated[Path | None, Option("--resume", autocompletion=complete_run, help=RESUME_HELP)] = None,
+    may_continue: Annotated[bool, Option("--continue", help="Continue the run in --run DIR, or start it.")] = False,
+    gpus: Annotated[int | None, Option(min=1, help="Number of processes, one per GPU (or all on the CPU).")] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train an agent: warm start from demonstrations if the recipe has any, then reinforcement learning."""
     from agent_r1.cli.train_command import joined, new_job, resumed_job, run_job
 
-    with report_signals(), joined(console) as crew:
+    with joined(console) as crew:
         if resume is not None:
             if run is not None or may_continue:
                 option = "--continue" if run is None else "--run"
@@ -153,61 +161,36 @@ def train_command(
         run_job(job, console, gpus=gpus, dry_run=dry_run, crew=crew)
 
 
-@app.command("plan")
-def plan_command(  # noqa: PLR0913 (each is an option)
-    recipe: RecipeArg,
-    overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or b200.")] = "h200",
-    model: Annotated[str | None, typer.Option(help="A size such as 8b, or a model; default: the recipe's.")] = None,
-    like: Annotated[
-        Path | None, typer.Option(help="A run whose episodes are typical.", autocompletion=complete_run)
-    ] = None,
-    tool_seconds: Annotated[float, typer.Option(min=0, help="Mean time that tools take in a step.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Estimate memory, speed and GPU hours of a run from measured constants, and recommend a setup."""
-    from agent_r1.plan.report import run_plan
-
-    options: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "model": model, "like": like, "tool_seconds": tool_seconds}
-    run_plan(load_config(recipe, overrides or ()), console, **options, as_json=as_json)
-
-
-@app.command("sft")
-def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: RunOption = None, dry_run: DryRun = False) -> None:
+def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: NewRun = None, dry_run: DryRun = False) -> None:
     """Supervised warm start on the recipe's demonstrations or on a run's own trajectories."""
     config = load_config(recipe, overrides or ())
 
     from agent_r1.build.plan import build_plan
-    from agent_r1.runs.run_dir import RunDir
+    from agent_r1.cli.train_command import print_plan
+    from agent_r1.runs.run_dir import RunDir, new_run_path
 
     if config.sft.demos is None and config.sft.trajectories is None:
         raise ConfigError(f"{recipe} has nothing to imitate: set sft.demos (a function) or sft.trajectories (a run)")
     plan = build_plan(config)  # finds mistakes before a run directory or a model exists
     if dry_run:
-        print_warm_start_plan(config, plan, console)
+        print_plan(config, plan, console, trains=False)
         return
 
     from agent_r1.cli.commands.sft import run_sft
 
-    directory = RunDir.create(run or _new_run_path(config, "-sft"), config)
-    console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with report_signals():
-        run_sft(config, plan.task, directory, console, given=overrides or ())
+    path = run or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-sft")
+    directory = RunDir.create(path, config)
+    say(f"run directory {directory}")
+    run_sft(config, plan.task, directory, console, given=overrides or ())
 
 
-@app.command("collect")
 def collect_command(
     recipe: RecipeArg,
     overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="Sample from this model or run instead of the model that training starts from.")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="Number of training rows to play, from the first (default: all).")
-    ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Episodes per row; by default rollout.group_size.")] = None,
-    run: RunOption = None,
+    model: Annotated[str | None, Option(help="Sample from this model or run; default: where training starts.")] = None,
+    rows: Annotated[int | None, Option(min=1, help="Training rows to play, from the first; default: all.")] = None,
+    samples: Annotated[int | None, Option(min=1, help="Episodes per row; by default rollout.group_size.")] = None,
+    run: NewRun = None,
 ) -> None:
     """Play training rows without training and keep the episodes, for sft.trajectories to imitate."""
     given = load_config(recipe, overrides or ())
@@ -215,149 +198,67 @@ def collect_command(
     from agent_r1.build.checks import check_start
     from agent_r1.build.task import build_task
     from agent_r1.cli.commands.collect import collect_config, run_collect
-    from agent_r1.runs.run_dir import RunDir
+    from agent_r1.runs.run_dir import RunDir, new_run_path
 
     config = collect_config(given, model=model, rows=rows, samples=samples)
     task = build_task(config)  # finds mistakes before a run directory exists
     check_start(config)
     chosen = task.train_rows()
-    directory = RunDir.create(run or _new_run_path(config, "-collect"), config)
-    console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    with report_signals():
-        run_collect(config, task, chosen, directory, console, given=overrides or ())
+    path = run or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-collect")
+    directory = RunDir.create(path, config)
+    say(f"run directory {directory}")
+    run_collect(config, task, chosen, directory, console, given=overrides or ())
 
 
-@app.command("eval")
-def eval_command(
-    run: RunArg,
-    overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="Evaluate this model instead of the run's newest checkpoint.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Evaluate on this split; by default task.test_split.")] = None,
-    name: Annotated[str | None, typer.Option(help="Keep the result as RUN/evals/NAME.json.")] = None,
+class Kind(StrEnum):
+    ENGINE = "engine"
+    LEARNER = "learner"
+    STEP = "step"
+
+
+KIND_HELP = "engine: sampling (groups decode, prompts, episodes); learner: optimizer steps over packed sequences; "
+KIND_HELP += "step: one whole GRPO step of multi-step tool use."
+
+
+def bench_command(  # noqa: PLR0913 (each is an option)
+    kind: Annotated[Kind, Argument(help=KIND_HELP)],
+    model: Annotated[str | None, Option(help="Model directory or hub name; only its config.json is read.")] = None,
+    shape: Annotated[str | None, Option(help="Sizes of a common model: tiny, 135m, 1.5b, 4b, 8b, 14b.")] = None,
+    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    quick: Annotated[bool, Option("--quick", help="Smoke test with small sizes.")] = False,
+    repeats: Annotated[int, Option(help="Number of measurements; medians are reported.")] = 3,
+    out: Annotated[Path | None, Option(help="Folder for the results; the cache folder by default.")] = None,
+    only: Annotated[str | None, Option(help="Groups of rows to measure, separated by commas.")] = None,
 ) -> None:
-    """Evaluate a run's newest checkpoint on held-out rows: mean, standard error, pass@k. Stored for `compare`."""
-    from agent_r1.runs.run_dir import RunDir
+    """Measure speed and memory on this machine, and compare with earlier results."""
+    from agent_r1.bench.command import Options, bench
 
-    directory = RunDir.open(run)
-    config = change_config(parse_config(directory.settings), overrides or [], EVAL_SETTINGS)
-    if split is not None:
-        if any(word.startswith("task.test_split=") for word in overrides or ()):
-            raise ConfigError(f"--split {split} and task.test_split= set the same thing: give one of them")
-        config = config.model_copy(update={"task": config.task.model_copy(update={"test_split": split})})
-
-    from agent_r1.cli.commands.eval import run_eval
-
-    with report_signals():
-        run_eval(config, directory, console, model=model, name=name)
+    options = Options(model=model, shape=shape, device=device, quick=quick, repeats=repeats, out=out, only=only)
+    bench(kind.value, options, console)
 
 
-@app.command("compare")
-def compare_command(
-    places: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Run directories, or files that eval wrote; the first is the base.", autocompletion=complete_run
-        ),
-    ],
-    step: Annotated[
-        str | None,
-        typer.Option(
-            help="Evaluation made while training: first, last or a step. One for all runs, or one each: 0,last."
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Evaluations made by eval: RUN/evals/NAME.json of each run.")] = None,
-    measure: Annotated[str, typer.Option(help="Compare by success, reward or reward_part/NAME.")] = "success",
-) -> None:
-    """Is B better than A? Their difference on the same rows, with a 95 % interval, and the rows won and lost."""
-    from agent_r1.runs.compare import find_sides, show_comparisons
-
-    show_comparisons(find_sides(places, step=step, name=name), console, measure=measure)
-
-
-@app.command("view")
-def view_command(
-    places: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run directories, or folders of them; by default runs/.", autocompletion=complete_run),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; any but localhost requires a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8200,
-    export: Annotated[Path | None, typer.Option(help="Write one self-contained HTML file and exit.")] = None,
-    episodes: Annotated[int, typer.Option(min=0, help="Maximum number of episodes in that file.")] = 300,
-) -> None:
-    """Look at runs in the browser: curves, episodes, tokens. Live while they train."""
-    from agent_r1.serve.view.commands import run_view
-
-    run_view(places, console, host=host, port=port, export=export, episodes=episodes)
-
-
-@app.command("show")
-def show_command(
-    run: RunArg,
-    episode: Annotated[str | None, typer.Argument(help="FILE/N as listed, such as eval_000010/0, or an id.")] = None,
-    find: Annotated[list[str] | None, typer.Option("--find", help="Filter: step=4, stop=error, text=word ...")] = None,
-    sort: Annotated[str, typer.Option(help="Sort by step, reward, calls ...; prefix with - for descending.")] = "-step",
-    limit: Annotated[int, typer.Option(min=1, help="Episodes to list.")] = 15,
-    tokens: Annotated[str | None, typer.Option(help="Colour its tokens: logprob, advantage, ratio or entropy.")] = None,
-) -> None:
-    """Look at a run, or one of its episodes, in the terminal."""
-    from agent_r1.serve.view.commands import run_show
-
-    run_show(run, episode, console, find=find or [], sort=sort, limit=limit, tokens=tokens)
-
-
-@app.command("chat")
-def chat_command(  # noqa: PLR0913 (the options of the command)
-    run: Annotated[Path | None, typer.Argument(help="A run directory.", autocompletion=complete_run)] = None,
-    overrides: Overrides = None,
-    row: Annotated[int | None, typer.Option(help="Index of the test row to load; default: 0.")] = None,
-    ask: Annotated[str | None, typer.Option(help="Ask one question and exit; '' asks the row's own question.")] = None,
-    image: Annotated[
-        list[Path] | None, typer.Option(help="Show a picture with the first question; repeatable.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Instead of a run: the address of any OpenAI-compatible server.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="With --url: the model; default: the server's first.")] = None,
-    api_key: ApiKey = None,
-) -> None:
-    """Talk to a trained agent and watch its tool calls; with --url, to a server."""
-    if url is not None:
-        from agent_r1.cli.commands.remote_chat import check_options, run_remote_chat
-
-        check_options(run=run, overrides=overrides or (), row=row)
-        if image:
-            raise ConfigError("--image has no effect with --url: pictures can be shown to the agent of a run only")
-        run_remote_chat(url, console, model=model, key=api_key, ask=ask)
-        return
-    if run is None:
-        raise ConfigError("which run? Name a run directory, or a server with --url")
-    if model is not None:
-        raise ConfigError(f"--model {model} has no effect without --url: the run has its model")
-
-    from agent_r1.runs.run_dir import RunDir
-
-    if words := " ".join(word for word in overrides or [] if "=" not in word):
-        raise ConfigError(f"{words!r} is not a setting. To ask it, write --ask {shlex.quote(words)}")
-    directory = RunDir.open(run)
-    config = change_config(parse_config(directory.settings), overrides or [], CHAT_SETTINGS)
-
-    from agent_r1.cli.commands.chat import run_chat
-
-    run_chat(config, directory, console, row=row or 0, ask=ask, images=image or [])
-
-
-app.command("export")(export_command)
-app.command("push")(push_command)
-arrange(app)
-
-
-def _new_run_path(config: RunConfig, suffix: str = "") -> Path:
-    from agent_r1.runs.run_dir import new_run_path
-
-    return new_run_path(recipe_name(config.recipe), seed=config.seed, suffix=suffix)
+# The commands in the order of `agent-r1 --help`: by what a user wants to do, in the order in which it is done.
+PANELS: dict[str, dict[str, Any]] = {
+    "Begin": {"init": init_command, "check": check_command, "doctor": doctor_command, "plan": plan_command},
+    "Train": {"train": train_command, "sft": sft_command, "collect": collect_command},
+    "Look at a run": {
+        "view": runs.view_command,
+        "show": runs.show_command,
+        "eval": runs.eval_command,
+        "compare": runs.compare_command,
+        "chat": runs.chat_command,
+        "rescore": runs.rescore_command,
+        "replay": runs.replay_command,
+    },
+    "Use a model elsewhere": {"serve": runs.serve_command, "export": runs.export_command, "push": runs.push_command},
+    "Speed, data and search": {"bench": bench_command, "data": data, "search": search},
+}
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel, no_args_is_help=True)
+        else:
+            app.command(name, rich_help_panel=panel, no_args_is_help=name == "bench")(command)
 
 
 def command_line() -> None:
@@ -368,6 +269,9 @@ def command_line() -> None:
     except (AgentR1Error, OSError) as error:
         tell(Text.assemble(("error:", "bold red"), f" {error}"))
         sys.exit(2)
+    except Interrupted as stop:
+        tell(Text(f"stopped by {stop}; {stop.kept}"))
+        sys.exit(stop.exit_code)
     except (KeyboardInterrupt, Stopped):
         tell(Text("stopped by SIGINT"))
         sys.exit(130)

@@ -1,18 +1,19 @@
 """Run the work of a command: react to Ctrl-C, SIGTERM and SIGHUP, to a full disk, and to environments that block.
 
-The first signal saves and stops, a second stops at once, a third always works. Only the main thread gets signals; work
-in another thread is stopped by `stop_work`.
+The first signal saves and stops, a second stops at once, a third always works. Work outside the main thread, which
+gets no signals, is stopped by `stop_work`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.places import StartedHere
 from agent_r1.ranks.rank_crew import RankCrew
+from agent_r1.runs.run_log import logging_to
 from agent_r1.train.rng import deterministic
 
 T = TypeVar("T")
@@ -37,13 +39,15 @@ T = TypeVar("T")
 SAME_SECONDS = 1.0  # signals this close together count as one: terminals and launchers may both send it
 BLOCKED_SECONDS = 20.0
 _PACKAGE = Path(__file__).parents[1]
-_at_work: dict[int, Callable[[], object]] = {}  # by thread: how to stop what `interruptible` runs there
+_at_work: dict[int, Callable[[int], None]] = {}  # by thread: how to stop what `interruptible` runs there
 
 
 def stop_work(thread: threading.Thread) -> bool:
     """Let the work of another thread save and stop, as the first Ctrl-C does; False if it has none at the moment."""
     stop = _at_work.get(thread.ident or 0)
-    return stop is not None and stop() is not None
+    if stop is not None:
+        stop(signal.SIGINT)
+    return stop is not None
 
 
 def interruptible(
@@ -58,86 +62,78 @@ def interruptible(
     A disk error also reports what was saved. A `crew` of several ranks stops together, and an environment that blocks
     one of them ends the run."""
     received: list[int] = []
-    second = _Second()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
 
     def stop(number: int) -> None:
-        handler = signal.getsignal(number)  # `second`, or the handler that has replaced it
-        if loop.remove_signal_handler(number):  # not in another thread
-            signal.signal(number, handler)
+        """May be called by a signal handler or by another thread."""
         if not received:  # a second cancel would interrupt saving
-            task.cancel() if crew is None else crew.request_stop(number)
-        received.append(number)
+            received.append(number)
+            loop.call_soon_threadsafe(task.cancel if crew is None else partial(crew.request_stop, number))
 
-    _listen(loop, stop, second)
-    _at_work[threading.get_ident()] = lambda: loop.call_soon_threadsafe(stop, signal.SIGINT)
+    def warn(line: str) -> None:
+        if crew is not None:  # the other ranks would wait
+            crew.watch.fail(f"is stuck: {line}")
+        console.print(Text(line, style="yellow"), soft_wrap=True)
+
+    _at_work[threading.get_ident()] = stop
     try:
-        with (
-            StartedHere(),
-            deterministic(config.trainer.deterministic),
-            watch_for_blocking(loop, partial(_warn, console, crew)),
-        ):
-            return run_through(loop, task)
+        with _handling_signals(stop):
+            try:
+                with StartedHere(), deterministic(config.trainer.deterministic), watch_for_blocking(loop, warn):
+                    return run_through(loop, task)
+            finally:
+                del _at_work[threading.get_ident()]
+                _close(loop)
     except asyncio.CancelledError:
-        if crew is not None and crew.stop_number:  # another rank has received it
-            received.append(crew.stop_number)
-        if not received:
+        number = next(iter(received), crew.stop_number if crew is not None else 0)  # another rank may have received it
+        if not number:
             raise
-        raise Interrupted(received[0], kept()) from None
+        raise Interrupted(number, kept()) from None
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None and not isinstance(error, DiskError):
             raise  # raised by a library for another reason
         raise DiskError(f"{error}\n{kept()}") from error
-    finally:
-        del _at_work[threading.get_ident()]
-        _close(loop)
-        second.restore()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], second: _Second) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:  # under nohup
-            continue
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
-            loop.add_signal_handler(number, stop, number)
-            signal.signal(number, second)  # the loop still gets the signal when it runs again
-
-
-def _warn(console: Console, crew: RankCrew | None, line: str) -> None:
-    if crew is not None:  # the other ranks would wait
-        crew.watch.fail(f"is stuck: {line}")
-    console.print(Text(line, style="yellow"), soft_wrap=True)
-
-
-class _Second:
-    """Handles signals while user code blocks the event loop: the first is left to the loop, a later one exits.
+@contextmanager
+def _handling_signals(stop: Callable[[int], None]) -> Iterator[None]:
+    """Call `stop` for the first signal, even while user code blocks the event loop; a later one exits.
 
     Even a KeyboardInterrupt can be delayed, because its flow awaits the end of its env and the next env blocks the loop
     again. So the signal after that has the system's default action."""
+    first: float | None = None  # time of the first signal
 
-    def __init__(self) -> None:
-        self._first: float | None = None  # time of the first signal
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        self._first = now if self._first is None else self._first
-        if now - self._first <= SAME_SECONDS:
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        first = first or time.monotonic()
+        stop(number)
+        if time.monotonic() - first <= SAME_SECONDS:
             return
         signal.signal(number, signal.SIG_DFL)
         if number == signal.SIGINT:
             raise Abort
         signal.raise_signal(number)
 
-    def restore(self) -> None:
-        with suppress(ValueError):  # not the main thread: it was never installed
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is self:
-                    signal.signal(number, signal.SIG_DFL)
-            if signal.getsignal(signal.SIGINT) in (self, signal.SIG_DFL):
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+        yield
+        return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # else under nohup
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_unkept(work: Coroutine[Any, Any, T], config: RunConfig, console: Console) -> T:
+    """Run work that writes nothing. Failed episodes are not logged: the result sums them up."""
+    with logging_to(Path(os.devnull)):
+        return interruptible(work, config, console, lambda: "nothing was written")
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

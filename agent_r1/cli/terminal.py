@@ -12,11 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
@@ -54,22 +53,18 @@ def say(line: str) -> None:
     Terminal().print(Text(line), soft_wrap=True)
 
 
-def read_line(console: Console) -> str:
-    """Read what the user says in a chat."""
-    text = console.input("[bold blue]you[/]   ").strip()
-    if not sys.stdin.isatty():  # unlike a terminal, a pipe does not echo
-        console.print(Text(text), soft_wrap=True)
-    return text
-
-
-@contextmanager
-def report_signals() -> Iterator[None]:
-    """Print what was kept if a signal stops the command, and exit with the signal's code."""
+def converse(console: Console, answer: Callable[[str], None]) -> None:
+    """Read lines and answer them until /quit, Ctrl-D or Ctrl-C, which also works during an answer."""
     try:
-        yield
-    except Interrupted as stop:
-        tell(Text(f"stopped by {stop}; {stop.kept}"))
-        raise typer.Exit(stop.exit_code) from None
+        while True:
+            text = console.input("[bold blue]you[/]   ").strip()
+            if not sys.stdin.isatty():  # unlike a terminal, a pipe does not echo
+                console.print(Text(text), soft_wrap=True)
+            if text in ("/quit", "/exit"):
+                return
+            answer(text)
+    except (EOFError, KeyboardInterrupt):
+        console.print()  # the shell's prompt starts on its own line
 
 
 class _Steady(io.TextIOWrapper):

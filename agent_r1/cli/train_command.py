@@ -1,4 +1,4 @@
-"""The preparations of `agent-r1 train`: choose the run directory, check the config, start or join the ranks.
+"""The preparations of `agent-r1 train`: choose the run directory, print the plan, start or join the ranks.
 
 Training itself is in `commands/train.py`, which imports transformers.
 """
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
+import yaml
 from rich.console import Console
+from rich.syntax import Syntax
 from rich.text import Text
 
 from agent_r1 import __version__
-from agent_r1.cli.dry_run import print_training_plan
 from agent_r1.cli.terminal import Interrupted, Terminal
 from agent_r1.config import RunConfig, change_config, load_config, parse_config, recipe_name
 from agent_r1.errors import ConfigError, RankError
@@ -42,10 +43,9 @@ class Job:
     """A run to train, and its directory."""
 
     config: RunConfig
-    words: list[str]  # words of the command line, without the run directory
+    words: list[str]  # words of the command line, without the run directory; of an existing run, its changes
     path: Path | None  # None: a new one
     resume: bool = False
-    changes: bool = False  # whether the config of an existing run changes
     done: int | None = None  # the step of the checkpoint that training continues from
 
 
@@ -86,7 +86,7 @@ def _resumed(directory: RunDir, config: RunConfig, changes: Sequence[str]) -> Jo
     done = saved[-1][0] if saved else None
     if changes and done is not None and config.trainer.steps < done:
         raise ConfigError(f"trainer.steps={config.trainer.steps}: {directory} has already done {done} steps; set more")
-    return Job(config=config, words=list(changes), path=directory.path, resume=True, changes=bool(changes), done=done)
+    return Job(config=config, words=list(changes), path=directory.path, resume=True, done=done)
 
 
 def flatten(tree: Any, name: str = "") -> dict[str, Any]:
@@ -110,7 +110,7 @@ def run_job(job: Job, console: Console, *, gpus: int | None, dry_run: bool, crew
     plan = build_plan(job.config, resume=job.done is not None)
     settings = _check_verl(job, plan, gpus, crew, dry_run=dry_run) if job.config.backend == "verl" else None
     if dry_run:
-        print_training_plan(job.config, plan, console, done=job.done, settings=settings)
+        print_plan(job.config, plan, console, done=job.done, settings=settings)
     elif gpus is not None and gpus > 1:
         _launch(job, gpus)
     else:
@@ -139,10 +139,46 @@ def _check_verl(job: Job, plan: Plan, gpus: int | None, crew: Crew, *, dry_run: 
     return check_verl(job.config, plan)
 
 
+def print_plan(
+    config: RunConfig,
+    plan: Plan,
+    console: Console,
+    *,
+    trains: bool = True,
+    done: int | None = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Print the settings as YAML, and the plan in one sentence. `done` is the step of the checkpoint that training
+    continues from, `settings` are verl's settings."""
+
+    def show(tree: dict[str, Any]) -> None:
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        console.print(Syntax(text, "yaml", background_color="default"), soft_wrap=True)
+
+    sft, rollout, trainer, parts = config.sft, config.rollout, config.trainer, []
+    if done is None and (sft.demos is not None or sft.trajectories is not None):
+        made = f"at most {sft.count} demonstrations"
+        kept = f"the trajectories of {sft.trajectories} with a reward of at least {sft.min_reward:g}"
+        parts.append(f"warm start of {sft.epochs} epochs on {kept if sft.demos is None else made}")
+    if trains:
+        start = f"after step {done}, {trainer.steps - done} more" if done is not None else f"{trainer.steps}"
+        minutes = "" if trainer.max_minutes is None else f" or {trainer.max_minutes:g} minutes"
+        size = f"{rollout.rows_per_step} rows x {rollout.group_size} attempts each"
+        parts.append(f"{'then ' if parts else ''}{start} steps{minutes} of {config.algorithm.name}, {size}")
+    often = f" every {trainer.eval_every}" if trains else ""
+    tools = f"; tool calls: {plan.tool_format}" if plan.tool_format else ""
+    show(config.model_dump(mode="json"))
+    text = f"plan: {', '.join(parts)}, evaluated{often} on {len(plan.test_rows)} held-out rows{tools}"
+    console.print(Text(text), soft_wrap=True)
+    if settings is not None:
+        console.print(Text("\nverl's settings that follow from these:"), soft_wrap=True)
+        show(settings)
+
+
 def _launch(job: Job, size: int) -> None:
     from agent_r1.ranks.launch import launch
 
-    path = job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
+    path = _path(job)
     place = ["--resume" if job.resume else "--run", str(path)]
     code, cause = launch([sys.executable, "-m", "agent_r1.cli", "train", *job.words, *place], size)
     if cause is not None:
@@ -153,34 +189,30 @@ def _launch(job: Job, size: int) -> None:
         raise typer.Exit(code)
 
 
+def _path(job: Job) -> Path:
+    return job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
+
+
 def _train(job: Job, plan: Plan, console: Console, crew: Crew) -> None:
     from agent_r1.build.start import require_base
     from agent_r1.cli.commands.train import rank_log, run_training  # imports transformers
 
-    if crew.ranks.is_main:
-        if not job.resume:
-            require_base(job.config)
-        directory = _directory(job)
-        if not job.resume:
-            console.print(Text(f"run directory {directory}"), soft_wrap=True)
-        crew.ranks.broadcast(directory.path)
-    else:
+    if not crew.ranks.is_main:
         directory = RunDir(crew.ranks.broadcast(Path()))
         _write_to(rank_log(directory, crew))
+    elif job.resume:
+        directory = RunDir.open(_path(job))
+        if job.words:
+            with directory.locked():
+                directory.update_config(job.config)
+    else:
+        require_base(job.config)
+        directory = RunDir.create(_path(job), job.config)
+        console.print(Text(f"run directory {directory}"), soft_wrap=True)
+    if crew.ranks.is_main:
+        crew.ranks.broadcast(directory.path)
     crew.run = directory.path
     run_training(job.config, plan, directory, console, resume=job.resume, crew=crew)
-
-
-def _directory(job: Job) -> RunDir:
-    if not job.resume:
-        path = job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
-        return RunDir.create(path, job.config)
-    assert job.path is not None
-    directory = RunDir.open(job.path)
-    if job.changes:
-        with directory.locked():
-            directory.update_config(job.config)
-    return directory
 
 
 def _write_to(log: Path) -> None:
@@ -251,10 +283,10 @@ def _leave(crew: RankCrew, error: BaseException, screen: Any) -> None:
         cause = str(error) if isinstance(error, RankError) else watch.fail(f"failed: {error_line(error)}")
     if not is_main:
         traceback.print_exception(error)  # into the log of this rank
-        if wait_for(lambda: is_reported(watch.store), 2 * GRACE_SECONDS) or not claims_report(watch.store):
+        if not wait_for(lambda: is_reported(watch.store), 2 * GRACE_SECONDS) and claims_report(watch.store):
+            _report(crew, cause, screen)
+        else:
             watch.stop(seconds=GRACE_SECONDS)
-            raise SystemExit(1) from None
-        _report(crew, cause, screen)
         raise SystemExit(1) from None
     reports = claims_report(watch.store)
     watch.stop(seconds=GRACE_SECONDS)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agent_r1.config.schema import RunConfig, SummaryContext, TransformersEngineConfig, VLLMEngineConfig
+from agent_r1.data.files import FORMATS
 from agent_r1.engines.base import MAX_SUPPORT
 from agent_r1.errors import ConfigError
 
@@ -124,6 +125,11 @@ def check_idle(written: Sequence[Tree], merged: Sequence[Tree]) -> None:
             raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
 
 
+def is_data_source(rows: str) -> bool:
+    """Whether `task.rows` is a file, folder or dataset, and not a function."""
+    return rows.startswith("hf:") or rows.endswith(FORMATS) or "/" in rows
+
+
 def value_of(tree: Tree, setting: str) -> Any:
     found: Any = tree
     for key in setting.split("."):
@@ -142,7 +148,7 @@ _HAS_KL = _needs("algorithm.kl_coef")
 _UPDATES_AGAIN = _needs("learner.num_epochs", "learner.num_minibatches", idle=(None, 1), which=" above 1")
 _COMPARES_STEPS = _needs("algorithm.settings.step_weight", idle=(0,))  # only gigpo has it, by default not 0
 _HAS_TASK = _needs("task.flow", idle=("gateway",), which=" other than gateway, whose agents bring their own")
-RULES = {
+RULES: dict[str, tuple[str, Callable[[Tree], bool]]] = {
     "sft.count": _needs("sft.demos"),
     "sft.min_reward": _needs("sft.trajectories"),
     "sft.max_per_row": _needs("sft.trajectories"),
@@ -168,6 +174,11 @@ RULES = {
     "engine.send_adapters": _needs("lora", idle=(None,)),
     "gateway.stdin": _needs("gateway.command"),
     "gateway.env": _needs("gateway.command"),
+    "data.map": ("task.rows that is a file or dataset", lambda tree: is_data_source(str(value_of(tree, "task.rows")))),
+    "task.rows_kwargs": (
+        "task.rows that is a function",
+        lambda tree: not is_data_source(str(value_of(tree, "task.rows"))),
+    ),
     "task.tools": _HAS_TASK,
     "task.env_kwargs": _HAS_TASK,
     "verl": _needs("backend", idle=(None, "local"), which="=verl"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from agent_r1.errors import ConfigError, did_you_mean
+from agent_r1.errors import ConfigError, nearest
 from agent_r1.places import anchored
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -34,9 +34,11 @@ def recipe_file(recipe: str) -> Path:
     if file.is_file():
         return file
     what = f"file {file}" if path.is_dir() else f"recipe or file {recipe!r}"
-    known = [*bundled_recipes(), *bundled_presets(recipe)]
+    ours = bundled_recipes()
+    near = nearest(recipe, [*ours, *(preset for name in ours for preset in bundled_presets(name))])
+    hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(
-        f"there is no {what}.{did_you_mean(recipe, known)}, or give a YAML file or a folder with base.yaml"
+        f"there is no {what}.{hint} Give a YAML file, a folder with base.yaml, or a bundled recipe: {', '.join(ours)}"
     )
 
 

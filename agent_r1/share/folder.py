@@ -11,8 +11,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from agent_r1.build.learner import lora_settings
-from agent_r1.build.models.cache import put
 from agent_r1.build.models.load import MODEL_FILES
+from agent_r1.build.models.source import put
 from agent_r1.build.start import has_warm_start
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.data.files import dump_json, read_json

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from agent_r1.cli.app import PANELS
 from agent_r1.cli.display import Display, program, sparkline, step_summary, transcript_panel
-from agent_r1.cli.help_panels import PANELS
 from agent_r1.config import load_config, parse_config
 from agent_r1.runs.reader import list_checkpoints
 from agent_r1.runs.run_dir import RunDir

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.cli.completion import complete_recipe, complete_run, complete_setting
+from agent_r1.cli.options import complete_recipe, complete_run, complete_setting
 
 TAB = """
 import sys

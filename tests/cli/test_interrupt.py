@@ -105,7 +105,6 @@ async def _blocked_at_its_end() -> None:
     try:
         await asyncio.sleep(BLOCKED_SECONDS)
     finally:
-        await asyncio.sleep(0.01)  # in which the loop hears of the first signal
         time.sleep(BLOCKED_SECONDS)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.build.models.cache import cache_root
+from agent_r1.build.models.source import cache_root
 from agent_r1.data.downloads import MIB, MIB_PER_LINE, data_dir, data_folder, fetch
 from agent_r1.errors import DataError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1.build.models.cache import put
+from agent_r1.build.models.source import put
 from agent_r1.build.start import base_model, warm_start_key
 from agent_r1.config import RunConfig, load_config
 from agent_r1.disk import A_DAY

@@ -15,20 +15,17 @@ from typing import Any
 import httpx
 import torch
 from huggingface_hub import constants, snapshot_download
-from jinja2 import Environment, TemplateError
-from jinja2.meta import find_undeclared_variables
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from agent_r1.build.models.cache import put
 from agent_r1.build.models.device import model_device, model_dtype
-from agent_r1.build.models.source import as_directory, find_model
+from agent_r1.build.models.source import as_directory, find_model, put
 from agent_r1.build.recipe import recipe_path
 from agent_r1.compute.attention import position_limit
 from agent_r1.config import RunConfig
 from agent_r1.engines.local.weights import cast_weights
-from agent_r1.errors import ConfigError, DataError, did_you_mean
+from agent_r1.errors import ConfigError, DataError, nearest
 from agent_r1.guard import describe
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.tokens.template_check import TemplateReport, verify_template
@@ -42,7 +39,6 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENS
 
 HUB_SECONDS = 5.0  # time to wait for an answer of the hub
 RENDERER_ARGUMENTS = {"messages", "tools", "add_generation_prompt"}
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,26 +235,17 @@ def _count_parameters(weights: Path) -> int:
 
 
 def _check_template_kwargs(config: RunConfig, tokenizer: Any) -> None:
-    """Refuse settings that the chat template never reads."""
+    """Refuse settings that the chat template never mentions."""
     given, template = config.model.template_kwargs, tokenizer.chat_template
     if not given or not template:
         return
-    sources = template.values() if isinstance(template, dict) else [template]
-    try:
-        read = set[str]().union(*map(_variables, sources)) - RENDERER_ARGUMENTS
-    except TemplateError:  # rendering will report it
-        return
-    unread = [name for name in given if name not in read]
-    if unread:
-        known = did_you_mean(unread[0], read - set(tokenizer.special_tokens_map))
-        raise ConfigError(f"model.template_kwargs.{unread[0]}: the chat template has no such setting.{known}")
-
-
-def _variables(template: str) -> set[str]:
-    """Return the variables that a template reads. transformers adds loop controls and a `generation` tag to Jinja."""
-    language = Environment(extensions=["jinja2.ext.loopcontrols"])
-    found = find_undeclared_variables(language.parse(_GENERATION_TAG.sub("", template)))
-    return found - language.globals.keys() - {"raise_exception", "strftime_now"}
+    words = set(re.findall(r"\w+", " ".join(template.values()) if isinstance(template, dict) else template))
+    words -= RENDERER_ARGUMENTS
+    for name in given:
+        if name not in words:
+            near = nearest(name, words)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"model.template_kwargs.{name}: the chat template has no such setting.{hint}")
 
 
 def _generation_stop_ids(generation_config: Any) -> list[int]:

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -26,8 +27,8 @@ from pathlib import Path
 from textwrap import shorten
 from zipfile import ZipFile
 
-from agent_r1.build.models.cache import cache_root, put
-from agent_r1.data.downloads import Report
+from agent_r1.data.downloads import Report, user_cache
+from agent_r1.disk import write_atomically
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
 from agent_r1.runs.reader import is_run, list_checkpoints
@@ -140,6 +141,21 @@ def as_directory(path: str, report: Report = print_line) -> str:
             put(folder, lambda part: _convert_file(anchored(path), part, report))
         report(f"kept in {folder}")
     return str(folder)
+
+
+def cache_root() -> Path:
+    return anchored(os.environ.get("AGENT_R1_CACHE") or user_cache())
+
+
+def put(folder: Path, write: Callable[[Path], object]) -> None:
+    """Fill `folder` completely or not at all. If two runs write the same folder, the first one is kept."""
+    try:
+        with write_atomically(folder) as part:
+            part.mkdir()
+            write(part)
+    except OSError:
+        if not folder.is_dir() or not any(folder.iterdir()):  # otherwise another run was first
+            raise
 
 
 def _cached_folder(source: str) -> Path:

@@ -21,7 +21,7 @@ from agent_r1.build.engine import build_engine
 from agent_r1.build.models.load import load_model
 from agent_r1.build.models.source import find_model
 from agent_r1.build.task import build_task
-from agent_r1.cli.terminal import read_line
+from agent_r1.cli.terminal import converse
 from agent_r1.config import RunConfig
 from agent_r1.engines.base import Engine
 from agent_r1.errors import ConfigError, DataError
@@ -66,19 +66,12 @@ class ChatEpisode(Episode):
     messages: Sequence[Message] = ()  # the complete conversation of the last `act`
     is_unanswered = False  # whether the last observation got no response
 
-    async def act(
-        self,
-        observation: Observation,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        context: ContextPolicy | None = None,
-        role: str = "",
-    ) -> Action:
+    async def act(self, observation: Observation, **options: Any) -> Action:
         before = self.num_actions
         if observation.messages is not None:
             self.messages = observation.messages
         try:
-            return await super().act(observation, tools=tools, context=context, role=role)
+            return await super().act(observation, **options)
         finally:
             self.is_unanswered = self.num_actions == before
 
@@ -107,20 +100,16 @@ class Chat:
         self._engine = engine
         self._resources = resources
         self._open = AsyncExitStack()
-        self._rows = rows
+        self.rows = rows
         self._asked = 0
         self.shown: list[Picture] = []  # pictures to show with the next question
         self.enter(0)
 
     def enter(self, index: int) -> None:
-        if not 0 <= index < len(self._rows):
-            raise ConfigError(f"there is no test row {index}: choose 0 to {len(self._rows) - 1}")
-        self.row = self._rows[index]
+        if not 0 <= index < len(self.rows):
+            raise ConfigError(f"there is no test row {index}: choose 0 to {len(self.rows) - 1}")
+        self.row = self.rows[index]
         self.forget()
-
-    @property
-    def rows(self) -> Sequence[TaskRow]:
-        return self._rows
 
     def about(self, row: TaskRow, *, number: int = 1) -> Chat:
         """Begin another conversation with the same agent. Each `number` has its own sampling noise."""
@@ -152,7 +141,8 @@ class Chat:
 
     async def ask(self, question: Content) -> Turn:
         """Let the agent act until it answers or reaches a limit. A failed turn is not remembered."""
-        content = self._with_pictures(question)
+        pictures: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in self.shown]
+        content = [*pictures, *as_parts({"content": question})["content"]] if pictures else question
         self._asked += 1
         context = copy(self._context)
         row = replace(self.row, prompt=[*self.history, {"role": "user", "content": content}])
@@ -173,11 +163,6 @@ class Chat:
             instead=instead,
             answers=[answer_pictures(trajectory, index) for index in range(len(trajectory.steps))],
         )
-
-    def _with_pictures(self, question: Content) -> Content:
-        """Return the question, preceded by the pictures to show with it."""
-        parts = [{"type": "image", "image": picture} for picture in self.shown]
-        return [*parts, *as_parts({"content": question})["content"]] if parts else question
 
     def _flow(self, row: TaskRow) -> AgentFlowBase:
         """The recipe's flow, with the context policy of this conversation."""
@@ -213,28 +198,27 @@ def run_chat(
 
 
 def chat_loop(chat: Chat, console: Console, *, ask: str | None = None) -> None:
-    """Chat until /quit, Ctrl-D or Ctrl-C, which also works during an answer.
+    """Ask a question, or chat until the user ends it.
 
     Input is read in the main thread, between runs of the event loop: in any other thread Ctrl-C could not interrupt it.
     """
-    if ask is None:
-        console.print(HELP, style="dim", highlight=False)
-        _introduce(chat, console)
     with runner() as running:
+
+        def respond(text: str) -> None:
+            if text.startswith("/"):
+                _command(chat, text, console)
+            else:
+                running.run(answer(chat, text or chat.question, console))
+
         try:
+            if ask is None:
+                console.print(HELP, style="dim", highlight=False)
+                _introduce(chat, console)
             running.run(chat.open())
-            if ask is not None:
+            if ask is None:
+                converse(console, respond)
+            else:
                 running.run(answer(chat, ask or chat.question, console))
-                return
-            while (text := read_line(console)) not in ("/quit", "/exit"):
-                if text.startswith("/"):
-                    _command(chat, text, console)
-                else:
-                    running.run(answer(chat, text or chat.question, console))
-        except (EOFError, KeyboardInterrupt):
-            if ask is not None:
-                raise
-            console.print()  # the shell's prompt starts on its own line
         finally:
             running.run(chat.close())
 

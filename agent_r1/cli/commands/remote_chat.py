@@ -5,15 +5,13 @@ Servers of agent-r1 also report what an agent's tools did.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from agent_r1.cli.terminal import read_line
+from agent_r1.cli.terminal import converse
 from agent_r1.errors import ConfigError
 from agent_r1.serve.chat_client import RemoteChat, ServerError, delta_of, open_remote_chat
 from agent_r1.text import visible
@@ -21,30 +19,17 @@ from agent_r1.text import visible
 HELP = "/new forgets the conversation, /quit exits."
 
 
-def check_options(*, run: Path | None, overrides: Sequence[str], row: int | None) -> None:
-    """Refuse options that apply only to runs on this machine."""
-    if run is not None:
-        raise ConfigError(f"--url asks a server, so the run {run} has no effect: leave one of them out")
-    if overrides or row is not None:
-        given = overrides[0] if overrides else f"--row {row}"
-        raise ConfigError(f"{given} has no effect with --url: the server has its own settings")
-
-
 def run_remote_chat(url: str, console: Console, *, model: str | None, key: str | None, ask: str | None) -> None:
-    """Chat until /quit, Ctrl-D or Ctrl-C; with `ask`, ask one question only."""
+    """Ask one question, or chat until the user ends it."""
+    if ask == "":
+        raise ConfigError("--ask '' asks a row's own question, which a server does not have: write a question")
     chat = open_remote_chat(url, model=model, key=key)
     with closing(chat.client):
         if ask is not None:
-            if not ask:
-                raise ConfigError("--ask '' asks a row's own question, which a server does not have: write a question")
             show_answer(chat, ask, console)
             return
         console.print(Text(f"{chat.model} at {chat.client.base_url}. {HELP}"), style="dim", highlight=False)
-        try:
-            while (text := read_line(console)) not in ("/quit", "/exit"):
-                _turn(chat, text, console)
-        except (EOFError, KeyboardInterrupt):
-            console.print()  # the shell's prompt starts on its own line
+        converse(console, lambda text: _turn(chat, text, console))
 
 
 def _turn(chat: RemoteChat, text: str, console: Console) -> None:
