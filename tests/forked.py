@@ -20,7 +20,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 # Modules that commands import; none of them may start threads or look for a GPU.
 _FORKS.set_forkserver_preload(
     [
-        "agent_r1.cli.commands.collect",
+        "agent_r1.cli.commands.play",
         "agent_r1.cli.train_command",
         "agent_r1.doctor.quick",
         "agent_r1.engines.local.local_engine",

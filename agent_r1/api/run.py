@@ -15,8 +15,8 @@ from agent_r1.api.resume import stored_config
 from agent_r1.api.screen import screen
 from agent_r1.api.settings import Settings, read_keywords
 from agent_r1.api.threads import apart
-from agent_r1.cli.commands.eval import describe_sampling, run_eval
-from agent_r1.cli.display import eval_summary
+from agent_r1.cli.commands.play import run_eval
+from agent_r1.cli.display import describe_sampling, eval_summary
 from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import RunConfig, parse_config, recipe_name
 from agent_r1.errors import ConfigError, DataError

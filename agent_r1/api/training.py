@@ -20,7 +20,7 @@ from agent_r1.api.threads import apart
 from agent_r1.build.plan import build_plan
 from agent_r1.build.start import base_model, require_base
 from agent_r1.build.task import build_task
-from agent_r1.cli.commands.eval import evaluate_model
+from agent_r1.cli.commands.play import evaluate_model
 from agent_r1.cli.commands.train import run_training
 from agent_r1.cli.signals import interruptible
 from agent_r1.cli.terminal import Interrupted

@@ -176,7 +176,7 @@ def sft_command(recipe: RecipeArg, overrides: Overrides = None, run: NewRun = No
         print_plan(config, plan, console, trains=False)
         return
 
-    from agent_r1.cli.commands.sft import run_sft
+    from agent_r1.cli.commands.play import run_sft
 
     path = run or new_run_path(recipe_name(config.recipe), seed=config.seed, suffix="-sft")
     directory = RunDir.create(path, config)
@@ -197,7 +197,7 @@ def collect_command(
 
     from agent_r1.build.checks import check_start
     from agent_r1.build.task import build_task
-    from agent_r1.cli.commands.collect import collect_config, run_collect
+    from agent_r1.cli.commands.play import collect_config, run_collect
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
     config = collect_config(given, model=model, rows=rows, samples=samples)

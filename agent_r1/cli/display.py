@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from agent_r1.config.schema import EvalConfig
 from agent_r1.places import anchored, shown
 from agent_r1.runs.metrics import Metrics, failed_share
 from agent_r1.runs.trajectories import transcript
@@ -159,6 +160,12 @@ def eval_summary(metrics: Metrics) -> str:
     text = f"{metrics['success']:.1%} +- {metrics['success_stderr']:.1%} of {metrics['rows']:.0f} rows"
     passes = [f"  {name} {value:.1%}" for name, value in metrics.items() if name.startswith("pass@")]
     return text + "".join(passes) + errors_summary(metrics)
+
+
+def describe_sampling(settings: EvalConfig) -> str:
+    if settings.temperature == 0:
+        return "greedy"
+    return f"{settings.samples} sample(s) per row at temperature {settings.temperature:g}"
 
 
 def errors_summary(metrics: Metrics) -> str:

@@ -17,13 +17,7 @@ from agent_r1.types import Trajectory
 
 Record = Mapping[str, Any]  # the metrics of one step
 
-# The settings that a conversation has to exceed before a context policy leaves anything out.
-_LIMITS = {
-    "window": ("turns",),
-    "drop_results": ("keep",),
-    "notes": ("turns",),
-    "summary": ("max_tokens", "keep_turns"),
-}
+LIMITS = ("turns", "keep", "max_tokens", "keep_turns")  # of context policies: shorter conversations are shown whole
 MANY_SUMMARIES = 0.5  # summaries per action
 
 
@@ -80,15 +74,12 @@ def eval_failures(episodes: Sequence[Trajectory], run: RunDir) -> str:
 
 def _summaries(run: RunDir, trained: Sequence[Record]) -> list[str]:
     """Remark on many summaries: they mean that prompts have too little room, not that episodes are long."""
-    context = run.settings["context"]
-    if context["policy"] != "summary":
-        return []
-    attempts = run.settings["rollout"]["group_size"]
+    context, attempts = run.settings["context"], run.settings["rollout"]["group_size"]
     written, actions = (
         round(sum(record.get(name, 0.0) * record["group/count"] * attempts for record in trained))
         for name in ("context/summaries", "episode/steps")
     )
-    if written == 0 or written < MANY_SUMMARIES * actions:
+    if context["policy"] != "summary" or written == 0 or written < MANY_SUMMARIES * actions:
         return []
     return [f"summaries   {written:,} for {actions:,} actions: raise context.max_tokens={context['max_tokens']}"]
 
@@ -99,20 +90,15 @@ def _unused_context(run: RunDir, trained: Sequence[Record]) -> list[str]:
     strips = context.get("reasoning") == "strip"  # absent in older runs
     policy = "reasoning=strip" if strips and context["policy"] == "append" else context["policy"]
     acted = [record for record in trained if record.get("episode/steps", 0.0) > 0]
-    if policy == "append" or not acted:
+    if policy in ("append", "rewrite") or not acted:
         return []
-    measured = [record for record in acted if "context/summaries" in record]
-    if not measured:
-        flow = run.settings["task"]["flow"]
-        why = f"{flow} sets uses_context = True, but does not pass context=self.context to episode.act"
-        return [f"context     {policy} was not used: {why}"]
-    hidden = any(record.get("context/hidden_messages", 1.0) or record["context/summaries"] for record in measured)
-    if hidden or policy == "rewrite":
+    if any(record.get("context/hidden_messages") or record.get("context/summaries") for record in acted):
         return []
-    if policy not in _LIMITS:
-        return [f"context     {policy} left nothing out: no earlier reply held any thinking"]
-    settings = " and ".join(f"context.{name}={context[name]}" for name in _LIMITS[policy])
-    return [f"context     {policy} left nothing out: no conversation was too long for {settings}"]
+    limits = " and ".join(f"context.{name}={context[name]}" for name in LIMITS if name in context)
+    why = f"no conversation was too long for {limits}" if limits else "no earlier reply held any thinking"
+    if not any("context/summaries" in record for record in acted):
+        why = f"{run.settings['task']['flow']} does not pass context=self.context to episode.act"
+    return [f"context     {policy} left nothing out: {why}"]
 
 
 def _nothing_learned(run: RunDir, trained: Sequence[Record]) -> list[str]:

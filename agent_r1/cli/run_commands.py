@@ -43,7 +43,7 @@ def eval_command(
         changes = [*changes, f'task.test_split="{split}"']
     config = change_config(parse_config(directory.settings), changes, EVAL_SETTINGS)
 
-    from agent_r1.cli.commands.eval import run_eval
+    from agent_r1.cli.commands.play import run_eval
 
     run_eval(config, directory, console, model=model, name=name)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
+from typer import Argument, Option
 
+from agent_r1.cli.options import Port
 from agent_r1.cli.terminal import say, tell
 from agent_r1.errors import ConfigError, did_you_mean
 from agent_r1.serve.paper_server import papers_command
@@ -17,29 +18,23 @@ from agent_r1.serve.paper_server import papers_command
 app = typer.Typer(help="Build, search and serve indexes of passages.", no_args_is_help=True)
 app.command("papers")(papers_command)
 
+Method = Literal["flat", "ivf"]
 EncoderName = Literal["minilm", "bge-small", "bge-base", "bge-large"]  # see `ENCODERS` in dense.py
-IndexArg = Annotated[Path, typer.Argument(help="The folder of an index.")]
-KindOption = Annotated[
-    str | None,
-    typer.Option(help="lexical, dense or hybrid; by default hybrid if the index has both, else the one it has."),
-]
-TopK = Annotated[int, typer.Option(min=1, help="Passages per query.")]
+IndexArg = Annotated[Path, Argument(help="The folder of an index.")]
+KIND_HELP = "lexical, dense or hybrid; by default hybrid if the index has both, else the one it has."
+KindOption = Annotated[str | None, Option(help=KIND_HELP)]
+TopK = Annotated[int, Option(min=1, help="Passages per query.")]
 
 
 @app.command("build")
 def build_command(
-    corpus: Annotated[list[Path], typer.Argument(help="Files of passages: .jsonl, .jsonl.gz or .parquet.")],
-    to: Annotated[Path, typer.Option("--to", help="The folder of the index; an existing index is replaced.")],
-    kind: Annotated[str, typer.Option(help="What to build: lexical, dense, or lexical,dense.")] = "lexical",
-    encoder: Annotated[EncoderName | None, typer.Option(help="For dense; minilm by default.")] = None,
-    encoder_path: Annotated[str | None, typer.Option(help="Folder of the encoder's weights, if not the hub.")] = None,
-    method: Annotated[
-        Literal["flat", "ivf"] | None,
-        typer.Option(help="For dense: flat (exact; the default) or ivf (faiss; approximate)."),
-    ] = None,
-    stem: Annotated[
-        bool | None, typer.Option("--stem/--no-stem", help="For lexical: reduce words to their stems (the default).")
-    ] = None,
+    corpus: Annotated[list[Path], Argument(help="Files of passages: .jsonl, .jsonl.gz or .parquet.")],
+    to: Annotated[Path, Option("--to", help="The folder of the index; an existing index is replaced.")],
+    kind: Annotated[str, Option(help="What to build: lexical, dense, or lexical,dense.")] = "lexical",
+    encoder: Annotated[EncoderName | None, Option(help="For dense; minilm by default.")] = None,
+    encoder_path: Annotated[str | None, Option(help="Folder of the encoder's weights, if not the hub.")] = None,
+    method: Annotated[Method | None, Option(help="For dense: flat (exact; the default) or ivf (faiss).")] = None,
+    stem: Annotated[bool | None, Option("--stem/--no-stem", help="For lexical: reduce words to their stems.")] = None,
 ) -> None:
     """Build an index from files of passages (title, text, optionally id)."""
     from agent_r1.tools.search.corpus import read_passages
@@ -51,8 +46,11 @@ def build_command(
     for name in kinds:
         if name not in RANKERS:
             raise ConfigError(f"--kind {kind}: cannot build {name!r}.{did_you_mean(name, RANKERS)}")
-    _refuse_without("dense", kinds, {"--encoder": encoder, "--encoder-path": encoder_path, "--method": method})
-    _refuse_without("lexical", kinds, {"--stem" if stem else "--no-stem": stem})
+    needs = {"encoder": "dense", "encoder_path": "dense", "method": "dense", "stem": "lexical"}
+    given = {"encoder": encoder, "encoder_path": encoder_path, "method": method, "stem": stem}
+    for name, value in given.items():
+        if value is not None and needs[name] not in kinds:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with --kind {kind}: add {needs[name]}")
     dense = DenseSettings(encoder=encoder_settings(encoder, encoder_path), method=method or "flat")
     index = Index.build(
         read_passages(corpus),
@@ -67,7 +65,7 @@ def build_command(
 @app.command("ask")
 def ask_command(
     index: IndexArg,
-    query: Annotated[str, typer.Argument(help="What to search for.")],
+    query: Annotated[str, Argument(help="What to search for.")],
     top_k: TopK = 5,
     kind: KindOption = None,
 ) -> None:
@@ -87,10 +85,10 @@ def ask_command(
 @app.command("serve")
 def serve_command(
     index: IndexArg,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8100,
-    max_waiting: Annotated[int, typer.Option(help="Queries that may wait; more are refused with 503.")] = 4096,
-    seconds: Annotated[float, typer.Option(help="Time limit of a request.")] = 20.0,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Port = 8100,
+    max_waiting: Annotated[int, Option(help="Queries that may wait; more are refused with 503.")] = 4096,
+    seconds: Annotated[float, Option(help="Time limit of a request.")] = 20.0,
 ) -> None:
     """Serve an index over HTTP until interrupted."""
     from agent_r1.serve.search_server import ServerLimits, serve
@@ -105,13 +103,11 @@ def serve_command(
 
 @app.command("load")
 def load_command(
-    url: Annotated[str, typer.Argument(help="Address of a search server, such as http://localhost:8100.")],
-    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 200,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of all clients together.")] = 5000,
-    queries: Annotated[
-        Path | None, typer.Option(help="A text file with one query per line.", exists=True, dir_okay=False)
-    ] = None,
-    per_request: Annotated[int, typer.Option(min=1, help="Queries in one request.")] = 1,
+    url: Annotated[str, Argument(help="Address of a search server, such as http://localhost:8100.")],
+    clients: Annotated[int, Option(min=1, help="Concurrent clients.")] = 200,
+    requests: Annotated[int, Option(min=1, help="Requests of all clients together.")] = 5000,
+    queries: Annotated[Path | None, Option(help="One query per line.", exists=True, dir_okay=False)] = None,
+    per_request: Annotated[int, Option(min=1, help="Queries in one request.")] = 1,
     top_k: TopK = 5,
     kind: KindOption = None,
 ) -> None:
@@ -128,12 +124,3 @@ def load_command(
     say(str(result))
     if result.errors:
         raise typer.Exit(1)
-
-
-def _refuse_without(kind: str, kinds: list[str], options: Mapping[str, object]) -> None:
-    """Refuse options of an index that is not built."""
-    given = [name for name, value in options.items() if value is not None]
-    if given and kind not in kinds:
-        raise ConfigError(
-            f"{', '.join(given)} needs --kind {kind} or --kind lexical,dense, got --kind {','.join(kinds)}"
-        )

@@ -19,7 +19,7 @@ from agent_r1.build.models.device import model_device, model_dtype
 from agent_r1.build.models.load import load_model
 from agent_r1.build.plan import build_algorithm, build_plan
 from agent_r1.build.start import base_model, warm_start_key
-from agent_r1.cli.commands.eval import run_eval
+from agent_r1.cli.commands.play import run_eval
 from agent_r1.compute.compiling import repeated_layers
 from agent_r1.config import RunConfig, parse_config
 from agent_r1.errors import ConfigError

@@ -181,7 +181,7 @@ def test_an_interrupted_collection_keeps_whole_files(cli: Cli, tmp_path: Path, m
             "\nimport os\n\ndef stop(row, trajectory):\n"
             "    if row.row_id == 'train-3':\n        os.kill(os.getpid(), 15)\n    return 0.0\n"
         )
-    monkeypatch.setattr("agent_r1.cli.commands.collect.EPISODES_PER_FILE", 4)  # two rows of two episodes
+    monkeypatch.setattr("agent_r1.cli.commands.play.EPISODES_PER_FILE", 4)  # two rows of two episodes
     ended = cli("collect", folder, *SHORT, "task.reward=task.stop", "--rows", 6, "--samples", 2, "--run", own)
     assert ended.code == 128 + 15
     assert ended.err == f"stopped by SIGTERM; 4 episodes are in {own}\n"

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agent_r1.build.plan import build_plan
-from agent_r1.cli.commands.eval import run_eval
+from agent_r1.cli.commands.play import run_eval
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import parse_config
 from agent_r1.errors import ConfigError

@@ -13,8 +13,7 @@ import torch
 
 from agent_r1.build.plan import build_plan
 from agent_r1.build.task import build_task
-from agent_r1.cli.commands.eval import run_eval
-from agent_r1.cli.commands.sft import run_sft
+from agent_r1.cli.commands.play import run_eval, run_sft
 from agent_r1.cli.commands.train import run_training
 from agent_r1.config import load_config
 from agent_r1.runs.run_dir import RunDir

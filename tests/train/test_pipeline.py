@@ -27,8 +27,7 @@ from agent_r1.build.plan import build_algorithm, build_plan
 from agent_r1.build.start import base_model
 from agent_r1.build.task import build_task
 from agent_r1.cli.commands.chat import answer, open_chat
-from agent_r1.cli.commands.eval import run_eval
-from agent_r1.cli.commands.sft import run_sft
+from agent_r1.cli.commands.play import run_eval, run_sft
 from agent_r1.cli.commands.train import Outcome, run_training
 from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import ConfigError, DataError

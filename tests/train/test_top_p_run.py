@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1.build.task import build_task
-from agent_r1.cli.commands.sft import run_sft
+from agent_r1.cli.commands.play import run_sft
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
 from tests.train.test_pipeline import console, mini, trained

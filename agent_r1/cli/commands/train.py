@@ -22,8 +22,7 @@ from agent_r1.build.plan import Plan
 from agent_r1.build.start import base_model, needs_reference, reference_model, starting_model
 from agent_r1.build.task import Task
 from agent_r1.build.trainer import build_trainer
-from agent_r1.cli.commands.eval import describe_sampling
-from agent_r1.cli.display import Display, clock, program, transcript_panel, warm_start_progress
+from agent_r1.cli.display import Display, clock, describe_sampling, program, transcript_panel, warm_start_progress
 from agent_r1.cli.remarks import has_text, remarks
 from agent_r1.cli.signals import interruptible
 from agent_r1.config import PYTHON, RunConfig, recipe_name
