@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Self
 
 from agent_r1.api.threads import Loop
-from agent_r1.cli.commands.chat import Chat, Turn, open_chat
+from agent_r1.cli.commands.chat import Chat, open_chat
 from agent_r1.config import RunConfig
 from agent_r1.errors import ConfigError, RolloutError
-from agent_r1.types import Step, StopReason, TaskRow
+from agent_r1.types import Step, StopReason, TaskRow, Trajectory
 
 CLOSE_SECONDS = 30.0
 
@@ -25,7 +25,7 @@ class Answer(str):
     stop: StopReason
 
     @classmethod
-    def of(cls, turn: Turn) -> Self:
+    def of(cls, turn: Trajectory) -> Self:
         answer = cls(turn.steps[-1].action_text if turn.steps else "")
         answer.steps, answer.stop = turn.steps, turn.stop
         return answer
@@ -78,7 +78,7 @@ class Agent:
         return self._rows[row]
 
     async def _answer(self, question: str, row: TaskRow, number: int) -> Answer:
-        turn = await self._chat.about(row, number=number).ask(question)
+        turn = (await self._chat.about(row, number=number).ask(question)).played
         if turn.error is not None:
             raise RolloutError(f"the agent failed: {turn.error}")
         return Answer.of(turn)

@@ -16,9 +16,10 @@ from agent_r1.api.screen import screen
 from agent_r1.api.settings import Settings, read_keywords
 from agent_r1.api.threads import apart
 from agent_r1.cli.commands.play import run_eval
-from agent_r1.cli.display import describe_sampling, eval_summary
+from agent_r1.cli.commands.train import draw_curve
+from agent_r1.cli.display import eval_summary
 from agent_r1.cli.terminal import Interrupted
-from agent_r1.config import RunConfig, parse_config, recipe_name
+from agent_r1.config import RunConfig, parse_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.places import anchored
 from agent_r1.runs.reader import latest_checkpoint
@@ -57,15 +58,9 @@ class Run:
 
     def plot(self) -> Picture:
         """Draw success over steps. A notebook shows the result; it is also a file, `RUN/curve.png`."""
-        records = self.metrics
-        if not records:
+        if not self.metrics:
             raise DataError(f"{self._directory} has no metrics yet: no step was finished")
-        config, path = self.config, self.path / "curve.png"
-        title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
-        from agent_r1.track.plots import plot_curve  # loads matplotlib
-
-        plot_curve(records, path, title, f"held-out rows ({describe_sampling(config.eval)})")
-        return Picture(path)
+        return Picture(draw_curve(self._directory, self.config))
 
     def transcript(self, index: int = 0, *, step: int | None = None, kind: str = "eval") -> Transcript:
         """Return an episode of the last evaluation or, with `kind="train"`, of the last training step; `step` chooses

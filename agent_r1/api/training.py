@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from rich.console import Console
 from rich.text import Text
 
 from agent_r1.api.callbacks import Callbacks, OnEpisode, OnEval, OnStep
@@ -24,10 +23,9 @@ from agent_r1.cli.commands.play import evaluate_model
 from agent_r1.cli.commands.train import run_training
 from agent_r1.cli.signals import interruptible
 from agent_r1.cli.terminal import Interrupted
-from agent_r1.config import RunConfig, recipe_name
+from agent_r1.cli.train_command import Job
 from agent_r1.errors import ConfigError
-from agent_r1.runs.reader import list_checkpoints
-from agent_r1.runs.run_dir import Evaluation, RunDir, new_run_path
+from agent_r1.runs.run_dir import Evaluation, RunDir
 
 
 def train(
@@ -61,7 +59,9 @@ def train(
             f"backend={job.config.backend!r} trains in processes that do not have the objects of this one: write a "
             "recipe and use agent-r1 train"
         )
-    plan = build_plan(job.config, resume=job.done)  # finds mistakes before a run directory or a model exists
+    plan = build_plan(
+        job.config, resume=job.done is not None
+    )  # finds mistakes before a run directory or a model exists
     callbacks = Callbacks(trackers=plan.observer, on_step=on_step, on_episode=on_episode, on_eval=on_eval)
     plan = replace(plan, observer=callbacks)
     if not job.resume:
@@ -110,40 +110,15 @@ def evaluate(
         raise KeyboardInterrupt from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """A run to train, and its directory."""
-
-    config: RunConfig
-    path: Path | None  # None: a new one
-    resume: bool = False
-    done: bool = False  # there is a checkpoint to continue from
-    changed: tuple[str, ...] = ()  # settings whose objects are no longer the same
-
-    def open(self, console: Console) -> RunDir:
-        if not self.resume:
-            path = self.path or new_run_path(recipe_name(self.config.recipe), seed=self.config.seed)
-            directory = RunDir.create(path, self.config)
-            console.print(Text(f"run directory {directory}"), soft_wrap=True)
-            return directory
-        assert self.path is not None
-        directory = RunDir.open(self.path)
-        for name in self.changed:
-            console.print(Text(f"warning: what {name} names has changed since {directory} was started"), soft_wrap=True)
-        with directory.locked():
-            directory.update_config(self.config)
-        return directory
-
-
 def _config(config: Config | str | Path | None, keywords: Settings) -> Config:
     return config.with_settings(**keywords) if isinstance(config, Config) else Config(config, **keywords)
 
 
-def _new_job(config: Config | str | Path | None, keywords: Settings, out: str | Path | None) -> _Job:
-    return _Job(config=_config(config, keywords).resolved, path=None if out is None else Path(out))
+def _new_job(config: Config | str | Path | None, keywords: Settings, out: str | Path | None) -> Job:
+    return Job(config=_config(config, keywords).resolved, path=None if out is None else Path(out))
 
 
-def _continued_job(config: Config | str | Path | None, keywords: Settings, out: str | Path | None, path: Path) -> _Job:
+def _continued_job(config: Config | str | Path | None, keywords: Settings, out: str | Path | None, path: Path) -> Job:
     if out is not None:
         raise ConfigError(f"resume={str(path)!r} already names the run directory: leave out out={str(out)!r}")
     if config is not None and not isinstance(config, Config):
@@ -151,7 +126,4 @@ def _continued_job(config: Config | str | Path | None, keywords: Settings, out: 
     directory = RunDir.open(path)
     given: dict[str, Any] = {**(config.keywords if config is not None else {}), **keywords}
     wanted, changed = stored_config(directory, read_keywords(given))
-    saved = list_checkpoints(directory.checkpoints)
-    if saved and wanted.trainer.steps < saved[-1][0]:
-        raise ConfigError(f"steps={wanted.trainer.steps}: {directory} has already done {saved[-1][0]} steps; set more")
-    return _Job(config=wanted, path=directory.path, resume=True, done=bool(saved), changed=tuple(changed))
+    return Job.resumed(directory, wanted, words=(), changed=changed)

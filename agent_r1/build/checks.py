@@ -42,10 +42,7 @@ def check_requirements(config: RunConfig) -> None:
         return
     for name, sampling in (("eval", config.eval), ("rollout", config.rollout)):
         if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ConfigError(
-                f"{name}.top_p and {name}.top_k have no deterministic kernel on a GPU: leave them out, or set "
-                "trainer.deterministic=false"
-            )
+            raise ConfigError(f"trainer.deterministic: {name}.top_p and {name}.top_k are not deterministic on a GPU")
 
 
 def check_device(config: RunConfig) -> None:
@@ -60,8 +57,8 @@ def check_device(config: RunConfig) -> None:
     vanishes = dtype == torch.bfloat16 and config.learner.lr < SMALLEST_LORA_LR
     if config.lora is not None and merges_adapters(config) and vanishes:
         raise ConfigError(
-            f"learner.lr={config.learner.lr:g} is too small for lora in bfloat16: updates are rounded away when merged "
-            "for sampling. Set learner.lr=1e-4, as is usual for adapters, lora.share_base=true or model.dtype=float32"
+            f"learner.lr={config.learner.lr:g} is too small for lora in bfloat16: merging rounds updates away. Set "
+            "learner.lr=1e-4, as is usual for adapters, lora.share_base=true or model.dtype=float32"
         )
 
 
@@ -83,8 +80,7 @@ def check_start(config: RunConfig) -> None:
             raise ConfigError(f"sft.trajectories={place!r}: there is no such run, folder or file")
         if any(fnmatch(file.name, EVALUATED) for file in trajectory_files(trajectories_of(place), TRAINED)):
             raise ConfigError(
-                f"sft.trajectories={place!r} holds evaluation episodes: training on them would leak the test rows. "
-                "Name the run, or one of its files train_*.jsonl"
+                f"sft.trajectories={place!r} holds episodes of test rows: name the run, or a train_*.jsonl"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from agent_r1.build.context import check_keeps_reasoning, check_summary_budget
@@ -42,12 +42,7 @@ def _collector(
     check_keeps_reasoning(config, renderer, calls_tools=task.calls_tools)
     rollout = config.rollout
     sampling = Sampling(max_tokens=rollout.max_response_tokens, stop_ids=tuple(renderer.stop_ids), **noise)
-    limits = Limits(
-        max_steps=rollout.max_steps,
-        max_response_tokens=rollout.max_response_tokens,
-        max_context_tokens=rollout.max_context_tokens,
-        episode_seconds=rollout.episode_seconds,
-    )
+    limits = Limits(**rollout.model_dump(include={field.name for field in fields(Limits)}))
     return Collector(
         make_flow=task.flows_for(template_format(renderer)),
         sampler=sampler,

@@ -83,17 +83,13 @@ def check_flow(flow: type[AgentFlowBase], config: RunConfig) -> None:
                 f"{did_you_mean(name, flow.roles)}"
             )
     if config.rewards.by_role and not flow.roles:
-        raise ConfigError(
-            f"rewards.by_role has no effect with the flow {flow.__name__}, which has no roles: leave it out, or name "
-            "them in the class (roles = (...)) and in episode.act(..., role=...)"
-        )
+        raise ConfigError(f"rewards.by_role has no effect with the flow {flow.__name__}, whose class names no roles")
     if changes_history(config) and not flow.uses_context:
         policy = config.context.policy
         name, instead = ("policy", "append") if policy != "append" else ("reasoning", "null")
         raise ConfigError(
-            f"context.{name}={getattr(config.context, name)} has no effect with the flow {flow.__name__}, which does "
-            f"not use it. Set context.{name}={instead}, or pass context=self.context to episode.act and set "
-            "uses_context = True"
+            f"context.{name}={getattr(config.context, name)} has no effect with the flow {flow.__name__}. Set it to "
+            f"{instead}, or pass context=self.context to episode.act and set uses_context = True"
         )
 
 
@@ -108,9 +104,8 @@ def check_keeps_reasoning(config: RunConfig, renderer: Renderer, *, calls_tools:
     messages = [{"role": role, "content": text} for role, text in zip(roles, ("?", thought, "!"), strict=True)]
     if "a thought" not in renderer.decode(renderer.render(Observation(messages=messages))):
         raise ConfigError(
-            f"context.reasoning=keep is not possible: context.policy={policy} renders prompts from scratch here, and "
-            "then the chat template drops the thinking of earlier replies. Set context.reasoning=strip, or another "
-            "template in model.chat_template"
+            f"context.reasoning=keep: with context.policy={policy}, this chat template drops the thinking of earlier "
+            "replies. Set context.reasoning=strip or another model.chat_template"
         )
 
 
@@ -127,6 +122,5 @@ def check_summary_budget(config: RunConfig, renderer: Renderer) -> None:
     if context.max_tokens + after - before + context.summary_tokens > limit:
         raise ConfigError(
             f"context.max_tokens={context.max_tokens}, context.instruction ({after - before} tokens) and "
-            f"context.summary_tokens={context.summary_tokens} together exceed rollout.max_context_tokens={limit}: no "
-            "summary could be written. Lower context.max_tokens"
+            f"context.summary_tokens={context.summary_tokens} exceed rollout.max_context_tokens={limit}: lower one"
         )

@@ -42,7 +42,7 @@ def build_engine(config: RunConfig, model: Model, *, logs: Path | None = None, a
     """
     if model.pictures is not None and config.engine.kind != "local":
         raise ConfigError(
-            f"engine.kind={config.engine.kind} is for text only, and the model takes pictures: set engine.kind=local"
+            f"engine.kind={config.engine.kind} takes no pictures, as the model does: set engine.kind=local"
         )
     return BUILDERS[config.engine.kind](config, model, logs, adapters)
 
@@ -65,8 +65,7 @@ def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: L
     on_gpu = network.device.type == "cuda"
     if on_gpu and not has_compiler():
         raise ConfigError(
-            "sampling on a GPU needs a C compiler for Triton's kernels, and none is on the path: install one "
-            "(for example apt-get install gcc python3-dev), or set model.device=cpu"
+            "sampling on a GPU needs a C compiler on the path, such as that of apt-get install gcc python3-dev"
         )
     try:
         engine = LocalEngine(
@@ -196,7 +195,6 @@ def _whole_blocks(config: RunConfig, tokens: int, *, setting: str) -> int:
     held, longest = tokens // BLOCK_SIZE * BLOCK_SIZE, config.rollout.max_context_tokens
     if held < longest:
         raise ConfigError(
-            f"the engine's cache of {tokens} tokens holds {held} in blocks of {BLOCK_SIZE}, less than "
-            f"rollout.max_context_tokens={longest}: raise {setting}, or lower rollout.max_context_tokens"
+            f"the engine's cache holds {held} tokens, less than rollout.max_context_tokens={longest}: raise {setting}"
         )
     return held

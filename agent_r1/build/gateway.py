@@ -35,9 +35,6 @@ def build_gateway(config: RunConfig) -> tuple[type[AgentFlowBase], list[Resource
     flow = import_module(f"{serve}.flow").gateway_flow(
         server=server,
         agent=agent,
-        tool_format=settings.tool_format,
-        tool_role=settings.tool_role,
-        on_failure=settings.on_failure,
-        shows_ground_truth=settings.shows_ground_truth,
+        **settings.model_dump(include={"tool_format", "tool_role", "on_failure", "shows_ground_truth"}),
     )
     return flow, [server]

@@ -33,9 +33,7 @@ def build_shaper(config: RunConfig, algorithm: Algorithm) -> RewardShaper:
     settings = config.algorithm
     penalty = KLInReward(coef=settings.kl_coef, target=settings.kl_target, horizon=settings.kl_horizon)
     return RewardShaper(
-        process=config.rewards.process,
-        process_weight=config.rewards.process_weight,
-        by_role=config.rewards.by_role,
+        **config.rewards.model_dump(),
         overlong_limit=_by_role(config, "max_response_tokens"),
         overlong_buffer=algorithm.overlong_buffer,
         overlong_penalty=algorithm.overlong_penalty,
@@ -68,13 +66,10 @@ def learner_settings(config: RunConfig, algorithm: Algorithm) -> dict[str, Any]:
         "lr": settings.lr,
         "schedule": _schedule(config, settings.schedule, settings.warmup_steps),
         "temperature": _by_role(config, "temperature"),
-        "num_epochs": settings.num_epochs,
-        "num_minibatches": settings.num_minibatches,
+        **settings.model_dump(include={"num_epochs", "num_minibatches", "target_kl"}),
         "seed": config.seed,
-        "target_kl": settings.target_kl,
         "kl_coef": config.algorithm.kl_coef if config.algorithm.kl_in == "loss" else 0.0,
-        "kl_estimator": config.algorithm.kl_estimator,
-        "entropy_coef": config.algorithm.entropy_coef,
+        **config.algorithm.model_dump(include={"kl_estimator", "entropy_coef"}),
         "own_old_logprobs": algorithm.own_old_logprobs,
         "correction": Correction(**config.correction.model_dump()) if config.correction is not None else None,
         **_shared_settings(config),
@@ -152,11 +147,10 @@ def lora_settings(config: RunConfig) -> LoRA | None:
     if settings is None:
         return None
     return LoRA(
-        rank=settings.rank,
+        **settings.model_dump(include={"rank", "share_base"}),
         alpha=2.0 * settings.rank if settings.alpha is None else settings.alpha,
         target_modules=None if settings.target_modules == "auto" else tuple(settings.target_modules),
         seed=config.seed,
-        share_base=settings.share_base,
         merges=merges_adapters(config),
     )
 
@@ -180,21 +174,11 @@ def critic_settings(config: RunConfig) -> dict[str, Any]:
 
 def _optimizer_settings(config: RunConfig) -> dict[str, Any]:
     """Return where the optimizer keeps its state, and in which format."""
-    settings = config.learner
-    return {
-        "offload_optimizer": settings.offload_optimizer,
-        "eight_bit_optimizer": settings.optimizer_state == "8bit",
-    }
+    offloads, is_8bit = config.learner.offload_optimizer, config.learner.optimizer_state == "8bit"
+    return {"offload_optimizer": offloads, "eight_bit_optimizer": is_8bit}
 
 
 def _shared_settings(config: RunConfig) -> dict[str, Any]:
-    settings, pack_tokens = config.learner, PACK_TOKENS[model_device(config).type]
-    return {
-        "betas": settings.betas,
-        "adam_eps": settings.adam_eps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-        "max_tokens_per_pack": settings.max_tokens_per_pack or pack_tokens,
-        "max_nonfinite_updates": settings.max_nonfinite_updates,
-        "prefix_sharing": settings.prefix_sharing,
-    }
+    names = {"betas", "adam_eps", "weight_decay", "max_grad_norm", "max_nonfinite_updates", "prefix_sharing"}
+    pack_tokens = config.learner.max_tokens_per_pack or PACK_TOKENS[model_device(config).type]
+    return config.learner.model_dump(include=names) | {"max_tokens_per_pack": pack_tokens}

@@ -54,22 +54,19 @@ def build_plan(config: RunConfig, *, resume: bool = False) -> Plan:
     check_disjoint(config, train_rows, test_rows)
     template = None if resume else _template(config)
     check_players(task, template, [*train_rows, *test_rows])
+    observer = Observer()
+    if config.track:
+        from agent_r1.track.observer import Tracking
+
+        observer = Tracking(config.track, config.model_dump(mode="json"))
     return Plan(
         task=task,
         algorithm=algorithm,
         train_rows=train_rows,
         test_rows=test_rows,
         tool_format=_describe_tool_format(config, task, template),
-        observer=_trackers(config),
+        observer=observer,
     )
-
-
-def _trackers(config: RunConfig) -> Observer:
-    if not config.track:
-        return Observer()
-    from agent_r1.track.observer import Tracking
-
-    return Tracking(config.track, config.model_dump(mode="json"))
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:

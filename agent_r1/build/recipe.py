@@ -38,8 +38,7 @@ def recipe_path(name: str, *, recipe: str) -> Path:
     found = next((place for place in (beside, path, bundled.get(name)) if place is not None and place.is_file()), None)
     if found is None:
         raise ConfigError(
-            f"file {name!r} not found in {beside.parent} or at {path}, and it is not a bundled chat template "
-            f"({', '.join(sorted(bundled))})"
+            f"file {name!r} is not in {beside.parent}, nor a bundled template ({', '.join(sorted(bundled))})"
         )
     return found
 
@@ -131,19 +130,17 @@ def borrowed_files(names: Iterable[str], *, recipe: str) -> list[Path]:
     """
     found: list[Path] = []
     for name in names:
-        definer = getattr(resolve(name, recipe=recipe), "__module__", None)
-        for module in (named_module(name, recipe=recipe), sys.modules.get(str(definer))):
+        definer = sys.modules.get(str(getattr(resolve(name, recipe=recipe), "__module__", None)))
+        for module in (named_module(name, recipe=recipe), definer):
             file = Path(getattr(module, "__file__", None) or __file__).resolve()
-            if module is None or is_library(file) or file.is_relative_to(PACKAGE):
+            ours = any(file.is_relative_to(folder) for folder in (PACKAGE, recipe_folder(recipe)))
+            if module is None or ours or is_library(file):
                 continue
-            if file.is_relative_to(recipe_folder(recipe)):
-                continue
-            folders = getattr(sys.modules.get(module.__name__.partition(".")[0]), "__path__", None)
-            if folders is None:
-                found += sorted(path for path in file.parent.glob("*.py") if path.is_file())
-            for folder in folders or ():
-                found += [path for path in _walk(Path(folder)) if path.suffix == ".py"]
-    return list(dict.fromkeys(found))
+            top = sys.modules.get(module.__name__.partition(".")[0])
+            found += [path for folder in getattr(top, "__path__", ()) for path in _walk(Path(folder))]
+            if not hasattr(top, "__path__"):
+                found += sorted(file.parent.glob("*.py"))
+    return [path for path in dict.fromkeys(found) if path.suffix == ".py" and path.is_file()]
 
 
 def _walk(folder: Path) -> Iterator[Path]:

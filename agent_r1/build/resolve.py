@@ -105,8 +105,7 @@ def _import_elsewhere(module_name: str, name: str) -> ModuleType:
             if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, but not what it imports
                 raise
             raise ConfigError(
-                f"cannot find {name!r}: there is no {module_name.replace('.', '/')}.py beside the recipe and no "
-                f"importable module {module_name!r}"
+                f"cannot find {name!r}: no module {module_name!r} beside the recipe or elsewhere"
             ) from error
 
 
@@ -140,7 +139,7 @@ class _Neighbours(MetaPathFinder):
         packages = [package for package, folder in _FOLDERS.items() if _holds(folder, top)]
         if self._importing in packages:
             packages = [self._importing]
-        if not packages or _is_elsewhere(top, _FOLDERS[packages[0]]):
+        if not packages:
             return None
         if len(packages) > 1:
             raise ImportError(f"{len(packages)} recipes in this process have {top!r}: write `from . import {top}`")
@@ -178,15 +177,13 @@ class _Alias(Loader):
 
 
 def _holds(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or any((folder / name).glob("*.py"))
-
-
-def _is_elsewhere(name: str, folder: Path) -> bool:
-    """Whether the name already means a module outside the recipe, which keeps its name."""
+    """Whether a plain name means a module in the folder; a name that also means another module keeps that meaning."""
+    if not (folder / f"{name}.py").is_file() and not any((folder / name).glob("*.py")):
+        return False
     found = PathFinder.find_spec(name)
     places = [] if found is None else [found.origin] if found.origin else found.submodule_search_locations or []
-    outside = [place for place in places if not Path(str(place)).resolve().is_relative_to(folder)]
-    return name in sys.stdlib_module_names or bool(outside)
+    is_inside = all(Path(str(place)).resolve().is_relative_to(folder) for place in places)
+    return is_inside and name not in sys.stdlib_module_names
 
 
 _neighbours = _Neighbours()

@@ -149,9 +149,7 @@ def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> 
     read = read_trajectories(source, TRAINED)
     chosen = select(read, min_reward=settings.min_reward, max_per_row=settings.max_per_row)
     if not chosen.trajectories:
-        raise DataError(
-            f"no trajectory under {source} has a reward of at least {settings.min_reward:g} (sft.min_reward)"
-        )
+        raise DataError(f"no trajectory under {source} has a reward of at least sft.min_reward={settings.min_reward:g}")
     limit = "" if settings.max_per_row is None else f", at most {settings.max_per_row} per row"
     report(
         f"imitating {len(chosen.trajectories)} of {chosen.read} trajectories: {chosen.good} earned at least "

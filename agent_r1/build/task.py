@@ -98,16 +98,13 @@ class Task:
         takes_tools = takes_setting(env, "tools")
         if self.tools and not takes_tools and not env_type:  # an env chosen by a row need not take tools
             raise ConfigError(
-                f"task.tools is {task.tools}, but the env {task.env!r} ({env.__name__}) takes no tools: remove "
-                "task.tools, or add a parameter `tools` to the class"
+                f"task.tools={task.tools}: the env {task.env!r} ({env.__name__}) has no parameter `tools`"
             )
         tools = {"tools": self.tools} if self.tools and takes_tools else {}
         kwargs = merge_env_kwargs({**task.env_kwargs, **tools}, row)
         kwargs.pop("env_type", None)
         if env is ToolEnv and "tools" not in kwargs:
-            raise ConfigError(
-                "task.tools is empty: name tools there, another env in task.env, or set task.flow=single_step"
-            )
+            raise ConfigError("task.tools is empty: name tools, another env in task.env, or set task.flow=single_step")
         check_env_repeats(env, kwargs, self.config)
         if template is not None and issubclass(env, ToolEnv):
             self._set_tool_format(env, name, kwargs, template)
@@ -194,15 +191,8 @@ def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
     if workers is None:
         return None
     if not flow.uses_env:
-        raise ConfigError(
-            f"task.workers has no effect with task.flow={config.task.flow}, which has no env: leave it out"
-        )
-    return EnvPool(
-        processes=workers.processes,
-        step_seconds=workers.step_seconds,
-        memory_mb=workers.memory_mb,
-        prepare=partial(make_importable, config.recipe),
-    )
+        raise ConfigError(f"task.workers has no effect with task.flow={config.task.flow}, which has no env")
+    return EnvPool(**workers.model_dump(), prepare=partial(make_importable, config.recipe))
 
 
 class _EnvProcesses(Resource):
@@ -231,10 +221,8 @@ def _tools(config: RunConfig) -> list[BaseTool]:
     )
     if settings:
         name = next(iter(settings))
-        raise ConfigError(
-            f"task.tool_kwargs has settings for {name!r}, but task.tools has no class of that name."
-            f"{did_you_mean(name, [tool.name for tool in made])}"
-        )
+        known = did_you_mean(name, [tool.name for tool in made])
+        raise ConfigError(f"task.tool_kwargs has settings for {name!r}, which is not in task.tools.{known}")
     for name, count in Counter(tool.name for tool in made).items():
         if count > 1:
             raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")
@@ -308,10 +296,7 @@ def check_call(config: RunConfig, setting: str, name: str, keywords: Sequence[st
 def _check_path(config: RunConfig) -> None:
     names = [name for name in (config.task.rows, config.sft.demos) if name and not is_data_source(name)]
     if config.data.path is not None and not any(_takes_path(resolve(name, recipe=config.recipe)) for name in names):
-        raise ConfigError(
-            f"data.path={config.data.path!r} has no effect: neither task.rows nor sft.demos is a function with a "
-            "parameter path"
-        )
+        raise ConfigError(f"data.path={config.data.path!r}: neither task.rows nor sft.demos takes a parameter path")
 
 
 def _takes_path(function: Any) -> bool:

@@ -63,8 +63,7 @@ def trainer_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
         "rows_per_step": config.rollout.rows_per_step,
         "success_reward": config.task.success_reward,
         "max_error_fraction": config.rollout.max_error_fraction,
-        "dump_every": config.trainer.dump_every,
-        "keep_checkpoints": config.trainer.keep_checkpoints,
+        **config.trainer.model_dump(include={"dump_every", "keep_checkpoints"}),
         "observer": plan.observer,
         "code": code_digest(named_code(config), recipe=config.recipe),
     }

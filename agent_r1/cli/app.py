@@ -7,9 +7,8 @@ imported when the command runs.
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -210,18 +209,12 @@ def collect_command(
     run_collect(config, task, chosen, directory, console, given=overrides or ())
 
 
-class Kind(StrEnum):
-    ENGINE = "engine"
-    LEARNER = "learner"
-    STEP = "step"
-
-
 KIND_HELP = "engine: sampling (groups decode, prompts, episodes); learner: optimizer steps over packed sequences; "
 KIND_HELP += "step: one whole GRPO step of multi-step tool use."
 
 
 def bench_command(  # noqa: PLR0913 (each is an option)
-    kind: Annotated[Kind, Argument(help=KIND_HELP)],
+    kind: Annotated[Literal["engine", "learner", "step"], Argument(help=KIND_HELP)],
     model: Annotated[str | None, Option(help="Model directory or hub name; only its config.json is read.")] = None,
     shape: Annotated[str | None, Option(help="Sizes of a common model: tiny, 135m, 1.5b, 4b, 8b, 14b.")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
@@ -234,7 +227,7 @@ def bench_command(  # noqa: PLR0913 (each is an option)
     from agent_r1.bench.command import Options, bench
 
     options = Options(model=model, shape=shape, device=device, quick=quick, repeats=repeats, out=out, only=only)
-    bench(kind.value, options, console)
+    bench(kind, options, console)
 
 
 # The commands in the order of `agent-r1 --help`: by what a user wants to do, in the order in which it is done.

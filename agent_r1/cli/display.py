@@ -6,11 +6,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,6 +28,16 @@ BARS = "▁▂▃▄▅▆▇█"
 SILENT_SECONDS = 20.0  # without a terminal, steps longer than this print their progress
 
 
+class _Live(Progress):
+    """A progress bar with lines below it, redrawn four times a second."""
+
+    below: Callable[[], Sequence[Text]] = tuple
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield from self.below()
+
+
 class Display:
     """Progress of one stage (warm start, training, evaluation). Use as a context manager.
 
@@ -43,30 +52,31 @@ class Display:
         self._line = Text("loading and building ...", style="dim")
         self._history: list[float] = []
         self._episodes = Text("")
-        self._progress = Progress(
+        self._live = _Live(
             TextColumn(f"[bold]{title}"),
             BarColumn(bar_width=24),  # all columns together fit into 80 characters
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
             console=console,
+            refresh_per_second=4,
+            transient=True,
+            disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task(title, total=total, completed=done, left="")
-        self._live = Live(self._render(), console=console, refresh_per_second=4, transient=True)
+        self._live.below = lambda: (self._line, Text(sparkline(self._history[-60:]), style="green"), self._episodes)
+        self._task = self._live.add_task(title, total=total, completed=done, left="")
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal:
-            self._live.start()
+        self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
+        self._live.stop()
 
     def total(self, total: int) -> None:
         """Set the length of a stage that is known only after it began."""
         self._total = total
-        self._progress.update(self._task, total=total)
+        self._live.update(self._task, total=total)
 
     def episodes(self, finished: int, total: int) -> None:
         """Report progress within a training step."""
@@ -79,8 +89,7 @@ class Display:
     def advance(self, done: int, *_: object) -> None:
         """Move the bar of a stage whose steps print no lines."""
         self._done = done
-        self._progress.update(self._task, completed=done)
-        self._refresh()
+        self._live.update(self._task, completed=done)
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Report a finished training step."""
@@ -93,15 +102,12 @@ class Display:
     def update(self, done: int, summary: str, *, value: float, may_end_early: bool = False) -> None:
         """Move the bar and print one line; `value` extends the small curve."""
         self._history.append(value)
-        self._episodes = Text("")
+        self._line, self._episodes = Text(summary), Text("")
         self.advance(done)
         seconds = _seconds_left(self._began, self._done - self._first, self._total - self._first)
         left = f"{'at most ' if may_end_early else ''}{clock(seconds)} left"
-        self._line = Text(summary)
-        self._progress.update(self._task, left=left)
-        if self._console.is_terminal:
-            self._refresh()
-        else:
+        self._live.update(self._task, left=left)
+        if not self._console.is_terminal:
             self.note(f"{self._title} {done}/{self._total}  {summary}  {left}")
 
     def note(self, text: str) -> None:
@@ -113,20 +119,11 @@ class Display:
         now = time.monotonic()
         if finished <= 1:
             self._phase_began = now
-        if finished > 1:
+        else:
             text = f"{text}  {clock(_seconds_left(self._phase_began, finished - 1, total - 1))} left"
         self._episodes = Text(text, style="dim")
-        self._refresh()
         if not self._console.is_terminal and now - self._printed > SILENT_SECONDS:
             self.note(text)
-
-    def _refresh(self) -> None:
-        if self._console.is_terminal:
-            self._live.update(self._render())
-
-    def _render(self) -> RenderableType:
-        curve = Text(sparkline(self._history[-60:]), style="green")
-        return Group(self._progress, self._line, curve, self._episodes)
 
 
 def _seconds_left(began: float, done: int, total: int) -> float:

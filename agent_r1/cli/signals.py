@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,7 +25,7 @@ from safetensors import SafetensorError
 
 from agent_r1.cli.terminal import Interrupted
 from agent_r1.config import RunConfig
-from agent_r1.envs.base import call_env
+from agent_r1.doctor.watchdog import LIBRARY, watched
 from agent_r1.errors import DiskError
 from agent_r1.guard import CANCEL_SECONDS, Abort, run_through
 from agent_r1.places import StartedHere
@@ -38,7 +37,6 @@ T = TypeVar("T")
 
 SAME_SECONDS = 1.0  # signals this close together count as one: terminals and launchers may both send it
 BLOCKED_SECONDS = 20.0
-_PACKAGE = Path(__file__).parents[1]
 _at_work: dict[int, Callable[[int], None]] = {}  # by thread: how to stop what `interruptible` runs there
 
 
@@ -64,8 +62,6 @@ def interruptible(
     received: list[int] = []
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
 
     def stop(number: int) -> None:
         """May be called by a signal handler or by another thread."""
@@ -78,11 +74,13 @@ def interruptible(
             crew.watch.fail(f"is stuck: {line}")
         console.print(Text(line, style="yellow"), soft_wrap=True)
 
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(warn_of_blocking(work, warn))
     _at_work[threading.get_ident()] = stop
     try:
         with _handling_signals(stop):
             try:
-                with StartedHere(), deterministic(config.trainer.deterministic), watch_for_blocking(loop, warn):
+                with StartedHere(), deterministic(config.trainer.deterministic):
                     return run_through(loop, task)
             finally:
                 del _at_work[threading.get_ident()]
@@ -147,49 +145,17 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-@contextmanager
-def watch_for_blocking(
-    loop: asyncio.AbstractEventLoop, warn: Callable[[str], None], seconds: float = BLOCKED_SECONDS
-) -> Iterator[None]:
-    """Warn once, from another thread, if an environment blocks this thread's event loop, and with it every other
-    episode."""
-    watched, ended = threading.get_ident(), threading.Event()
-    last_beat = time.monotonic()
+async def warn_of_blocking(
+    work: Coroutine[Any, Any, T], warn: Callable[[str], None], seconds: float = BLOCKED_SECONDS
+) -> T:
+    """Await `work`. Warn once, from another thread, if user code keeps all other episodes waiting."""
 
-    def beat() -> None:
-        nonlocal last_beat
-        last_beat = time.monotonic()
-        loop.call_later(1.0, beat)
+    def end(place: str) -> None:
+        if place != LIBRARY:  # such as torch, when the engine works for an episode
+            warn(
+                f"{place} has blocked all other episodes for {seconds:.0f} s, and no time limit can end it. Set "
+                "task.workers.processes=4 to run environments in separate processes"
+            )
 
-    def watch() -> None:
-        while not ended.wait(min(1.0, seconds / 4)):
-            blocked = time.monotonic() - last_beat > seconds
-            if blocked and (place := _env_at_work(sys._current_frames().get(watched))):
-                warn(
-                    f"{place} has blocked all other episodes for {seconds:.0f} s, and no time limit can end it. "
-                    "Set task.workers.processes=4 to run environments in separate processes"
-                )
-                return
-
-    loop.call_soon(beat)
-    watcher = threading.Thread(target=watch, name="watch for blocking envs", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def _env_at_work(frame: FrameType | None) -> str | None:
-    """Return the running method of an environment with file and line, or None if none is running, for example while the
-    learner works."""
-    frames: list[FrameType] = []
-    while frame is not None and frame.f_code is not call_env.__code__:
-        frames.append(frame)
-        frame = frame.f_back
-    if frame is None or not frames:
-        return None
-    own = [each for each in frames if not Path(each.f_code.co_filename).is_relative_to(_PACKAGE)]
-    method = (own or frames)[-1]  # the outermost: `TextEnv.step` calls the user's `reply`
-    return f"{method.f_code.co_qualname} ({Path(method.f_code.co_filename).name}, line {method.f_lineno})"
+    async with watched(seconds, end):
+        return await work

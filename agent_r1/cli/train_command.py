@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import typer
 import yaml
@@ -43,50 +43,59 @@ class Job:
     """A run to train, and its directory."""
 
     config: RunConfig
-    words: list[str]  # words of the command line, without the run directory; of an existing run, its changes
     path: Path | None  # None: a new one
+    words: Sequence[str] = ()  # words of the command line, without the run directory
     resume: bool = False
     done: int | None = None  # the step of the checkpoint that training continues from
+    changed: Sequence[str] = ()  # settings whose Python objects are no longer the same
+
+    @classmethod
+    def resumed(cls, directory: RunDir, config: RunConfig, words: Sequence[str], changed: Sequence[str] = ()) -> Self:
+        saved = list_checkpoints(directory.checkpoints)
+        done = saved[-1][0] if saved else None
+        if done is not None and config.trainer.steps < done:
+            raise ConfigError(
+                f"trainer.steps={config.trainer.steps}: {directory} has already done {done} steps; set more"
+            )
+        return cls(config=config, path=directory.path, words=words, resume=True, done=done, changed=changed)
+
+    def find_path(self) -> Path:
+        return self.path or new_run_path(recipe_name(self.config.recipe), seed=self.config.seed)
+
+    def open(self, console: Console) -> RunDir:
+        """Create the run directory, or write the changed config to an existing one."""
+        if not self.resume:
+            directory = RunDir.create(self.find_path(), self.config)
+            console.print(Text(f"run directory {directory}"), soft_wrap=True)
+            return directory
+        directory = RunDir.open(self.find_path())
+        for name in self.changed:
+            console.print(Text(f"warning: what {name} names has changed since {directory} was started"), soft_wrap=True)
+        with directory.locked():
+            directory.update_config(self.config)
+        return directory
 
 
 def new_job(recipe: str, overrides: Sequence[str], run: Path | None, *, may_continue: bool) -> Job:
     """Read a recipe. With `may_continue`, continue the run in the directory if there is one."""
     config = load_config(recipe, overrides)  # before torch is imported, so that a misspelt key fails at once
-    if may_continue:
-        if run is None:
-            raise ConfigError("--continue needs --run DIR: the directory of the run to start or to continue")
-        if is_run(RunDir(run).path) and not (existing := RunDir.open(run)).is_bare():
-            return _continued(existing, config)
+    if may_continue and run is None:
+        raise ConfigError("--continue needs --run DIR: the directory of the run to start or to continue")
+    if may_continue and run is not None and is_run(RunDir(run).path) and not (existing := RunDir.open(run)).is_bare():
+        stored, given = flatten(parse_config(existing.settings).model_dump()), flatten(config.model_dump())
+        changed = [name for name in {**stored, **given} if stored.get(name) != given.get(name)]
+        if fixed := [name for name in changed if name not in RESUME_SETTINGS]:
+            name = fixed[0]
+            raise ConfigError(f"{existing} was started with {name}={stored.get(name)}, not {given.get(name)}")
+        words = [f"{name}={'null' if given[name] is None else given[name]}" for name in changed]
+        return Job.resumed(existing, config, words)
     return Job(config=config, words=[recipe, *overrides], path=run)
 
 
 def resumed_job(path: Path, changes: Sequence[str]) -> Job:
     """Continue the run in this directory."""
     directory = RunDir.open(path)
-    config = change_config(parse_config(directory.settings), changes, RESUME_SETTINGS)
-    return _resumed(directory, config, changes)
-
-
-def _continued(directory: RunDir, wanted: RunConfig) -> Job:
-    """Continue a run that was started with the same settings."""
-    stored, given = flatten(parse_config(directory.settings).model_dump()), flatten(wanted.model_dump())
-    changed = [name for name in {**stored, **given} if stored.get(name) != given.get(name)]
-    if fixed := [name for name in changed if name not in RESUME_SETTINGS]:
-        name = fixed[0]
-        raise ConfigError(
-            f"{directory} was started with {name}={stored.get(name)}, not {given.get(name)}: give the same settings, "
-            "or choose another directory"
-        )
-    words = [f"{name}={'null' if given[name] is None else given[name]}" for name in changed]
-    return _resumed(directory, wanted, words)
-
-
-def _resumed(directory: RunDir, config: RunConfig, changes: Sequence[str]) -> Job:
-    saved = list_checkpoints(directory.checkpoints)
-    done = saved[-1][0] if saved else None
-    if changes and done is not None and config.trainer.steps < done:
-        raise ConfigError(f"trainer.steps={config.trainer.steps}: {directory} has already done {done} steps; set more")
-    return Job(config=config, words=list(changes), path=directory.path, resume=True, done=done)
+    return Job.resumed(directory, change_config(parse_config(directory.settings), changes, RESUME_SETTINGS), changes)
 
 
 def flatten(tree: Any, name: str = "") -> dict[str, Any]:
@@ -132,7 +141,7 @@ def _check_verl(job: Job, plan: Plan, gpus: int | None, crew: Crew, *, dry_run: 
 
     if gpus is not None or crew.ranks.size > 1:
         raise ConfigError(
-            "backend=verl starts its own processes: leave out --gpus, torchrun and srun; set verl.workers"
+            "backend=verl starts its own processes: set verl.workers in place of --gpus, torchrun and srun"
         )
     if not dry_run:
         require_verl()
@@ -178,7 +187,7 @@ def print_plan(
 def _launch(job: Job, size: int) -> None:
     from agent_r1.ranks.launch import launch
 
-    path = _path(job)
+    path = job.find_path()
     place = ["--resume" if job.resume else "--run", str(path)]
     code, cause = launch([sys.executable, "-m", "agent_r1.cli", "train", *job.words, *place], size)
     if cause is not None:
@@ -189,10 +198,6 @@ def _launch(job: Job, size: int) -> None:
         raise typer.Exit(code)
 
 
-def _path(job: Job) -> Path:
-    return job.path or new_run_path(recipe_name(job.config.recipe), seed=job.config.seed)
-
-
 def _train(job: Job, plan: Plan, console: Console, crew: Crew) -> None:
     from agent_r1.build.start import require_base
     from agent_r1.cli.commands.train import rank_log, run_training  # imports transformers
@@ -200,16 +205,10 @@ def _train(job: Job, plan: Plan, console: Console, crew: Crew) -> None:
     if not crew.ranks.is_main:
         directory = RunDir(crew.ranks.broadcast(Path()))
         _write_to(rank_log(directory, crew))
-    elif job.resume:
-        directory = RunDir.open(_path(job))
-        if job.words:
-            with directory.locked():
-                directory.update_config(job.config)
     else:
-        require_base(job.config)
-        directory = RunDir.create(_path(job), job.config)
-        console.print(Text(f"run directory {directory}"), soft_wrap=True)
-    if crew.ranks.is_main:
+        if not job.resume:
+            require_base(job.config)
+        directory = job.open(console)
         crew.ranks.broadcast(directory.path)
     crew.run = directory.path
     run_training(job.config, plan, directory, console, resume=job.resume, crew=crew)

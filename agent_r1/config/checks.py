@@ -55,10 +55,7 @@ def _check_engine(config: RunConfig) -> None:
     elif isinstance(engine, TransformersEngineConfig):
         size, longest = engine.max_cached_tokens, config.rollout.max_context_tokens
         if size is not None and size < longest:
-            raise ConfigError(
-                f"engine.max_cached_tokens={size} is less than rollout.max_context_tokens={longest}: raise it, or "
-                "lower the other"
-            )
+            raise ConfigError(f"engine.max_cached_tokens={size} is less than rollout.max_context_tokens={longest}")
     elif engine.max_cached_tokens is not None and engine.gpu_memory_share is not None:
         raise ConfigError("engine.gpu_memory_share does nothing beside engine.max_cached_tokens; leave one out")
 
@@ -72,9 +69,7 @@ def _check_vllm(engine: VLLMEngineConfig) -> None:
     if engine.servers is not None and gpus:
         raise ConfigError("engine.servers is the number of servers on a CPU: leave it out")
     if len(gpus) % size or len(set(gpus)) < len(gpus) or (size > 1 and not gpus):
-        raise ConfigError(
-            f"engine.gpus={gpus} cannot be divided into servers of {size} different GPUs (engine.tensor_parallel)"
-        )
+        raise ConfigError(f"engine.gpus={gpus} cannot be divided into servers of engine.tensor_parallel={size} GPUs")
 
 
 def _check_context(config: RunConfig) -> None:
@@ -88,8 +83,7 @@ def _check_context(config: RunConfig) -> None:
         )
     if config.sft.demos is not None and context.demo_summary is None:
         raise ConfigError(
-            "sft.demos with context.policy=summary need context.demo_summary, a function (messages) -> text that "
-            "writes an expert's summary"
+            "sft.demos with context.policy=summary need context.demo_summary, a function (messages) -> text"
         )
 
 
@@ -101,10 +95,8 @@ def _check_training(config: RunConfig) -> None:
     if config.lora is not None and config.lora.share_base and elsewhere:
         raise ConfigError("lora.share_base needs engine.kind=local without engine.device: the two share memory")
     if correction is not None and not correction.floor < 1 <= correction.cap:
-        raise ConfigError(
-            f"correction.floor={correction.floor:g} must be below 1 and correction.cap={correction.cap:g} at least 1: "
-            "the weight is 1 if sampler and learner agree"
-        )
+        floor, cap = correction.floor, correction.cap
+        raise ConfigError(f"correction.floor={floor:g} must be below 1 and correction.cap={cap:g} at least 1")
     if (rollout.top_p < 1 or rollout.top_k > 0) and not 2 <= rollout.top_k <= MAX_SUPPORT:
         raise ConfigError(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: training needs a top_k of 2 to "

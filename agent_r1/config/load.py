@@ -49,10 +49,8 @@ def load_config(recipe: str, overrides: Sequence[str] = (), settings: Mapping[st
     _check_secrets(plain(stages[-1], resolve=False))
     played = config.rollout.rows_per_step * config.rollout.group_size
     if config.learner.num_minibatches > played:  # not an error in an existing run
-        raise ConfigError(
-            f"learner.num_minibatches={config.learner.num_minibatches} is more than the {played} episodes of a step "
-            "(rollout.rows_per_step times rollout.group_size)"
-        )
+        minibatches = config.learner.num_minibatches
+        raise ConfigError(f"learner.num_minibatches={minibatches} is more than the {played} episodes of a step")
     return config
 
 
@@ -113,9 +111,7 @@ def _read_overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(
-                f"override {item!r} is not of the form section.key=value, without spaces: for example trainer.steps=20"
-            )
+            raise ConfigError(f"override {item!r} is not of the form section.key=value, such as trainer.steps=20")
         try:
             OmegaConf.from_dotlist([item])
         except READ_ERRORS as error:
@@ -136,9 +132,7 @@ def _read_layers(path: Path, presets: Sequence[str]) -> list[DictConfig]:
             raise ConfigError(f"there is no preset {name!r} beside {path}.{did_you_mean(name, known)}")
         added, other_base = _read_with_base(file)
         if len(added) < 2 or other_base != base:
-            raise ConfigError(
-                f"{path.name} and {file.name} cannot be combined: {file.name} is not a preset of {base.name}"
-            )
+            raise ConfigError(f"{path.name} and {file.name} cannot be combined: the latter's base is not {base.name}")
         layers.append(added[-1])
     return layers
 
@@ -154,10 +148,8 @@ def _read_with_base(path: Path) -> tuple[list[DictConfig], Path]:
         raise ConfigError(f"{path}: base={base!r} must name another YAML file in the same folder")
     bottom = _read_yaml(base_path)
     if "base" in bottom:
-        raise ConfigError(
-            f"{path}: its base {base!r} is itself a preset. Use the base of that one, and combine the two when you run "
-            f"them: {base_path.stem}+{path.stem}"
-        )
+        both = f"{base_path.stem}+{path.stem}"
+        raise ConfigError(f"{path}: its base {base!r} is itself a preset. Use the base of that one, and run {both}")
     return [bottom, top], base_path
 
 

@@ -1,4 +1,4 @@
-"""Notice user code that blocks the event loop: no time limit can end it, so doctor would wait forever.
+"""Notice user code that blocks the event loop: no time limit can end it, so all episodes would wait.
 
 Not covered: C code that holds the interpreter's lock, since no other thread runs either.
 """
@@ -18,6 +18,7 @@ from types import FrameType
 from agent_r1 import guard
 
 _PACKAGE = Path(guard.__file__).parent
+LIBRARY = "code of a library"
 POLL = 0.25  # seconds
 LONG = 1.0  # shorter ones are not kept
 
@@ -33,7 +34,7 @@ class Pulse:
 @asynccontextmanager
 async def watched(seconds: float, end: Callable[[str], None]) -> AsyncIterator[Pulse]:
     """Measure how long user code keeps this thread's event loop busy at a time. After `seconds`, call `end` from
-    another thread, with the place in that code; it should end the process."""
+    another thread, with the place in that code; it may end the process."""
     pulse, ended, thread = Pulse(), threading.Event(), threading.get_ident()
 
     async def beat() -> None:
@@ -78,7 +79,7 @@ def _user_code(frame: FrameType | None) -> tuple[FrameType | None, str]:
     while frame is not None:
         code, path = frame.f_code, Path(frame.f_code.co_filename)
         if path == Path(guard.__file__) and code.co_qualname == "guarded.<locals>.contained":
-            return frame, place or "code of a library"
+            return frame, place or LIBRARY
         is_ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
         if not place and not is_ours and not guard.is_library(path):
             place = f"{path.name}:{frame.f_lineno} ({code.co_qualname})"

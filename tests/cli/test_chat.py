@@ -124,7 +124,7 @@ def test_a_limit_after_a_call_leaves_the_call_and_its_result_once_in_the_history
     chat, engine = scripted("hello", CALL % "a", **limits)
     shown(chat, "hi")
     turn = asyncio.run(chat.ask("echo a"))
-    assert (turn.stop, turn.full) == (
+    assert (turn.played.stop, turn.full) == (
         (StopReason.MAX_STEPS, False) if limit == "steps" else (StopReason.MAX_TOKENS, True)
     )
     assert len(engine.calls) == 2  # the limit came before a third model call
@@ -280,7 +280,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_answers_are_drawn_as_in_evaluation(run: Path) -> None:
     def sampled(*settings: str) -> list[list[int]]:
         chat = open_chat(load_config(MINI, settings), str(run))
-        return [step.response_ids for step in asyncio.run(chat.ask("double 4")).steps]
+        return [step.response_ids for step in asyncio.run(chat.ask("double 4")).played.steps]
 
     greedy, hot = sampled("eval.temperature=0"), sampled("eval.temperature=5")
     assert sampled("eval.temperature=5", "eval.top_k=1") == greedy != hot  # the best 1 of all is the greedy choice

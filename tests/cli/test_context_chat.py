@@ -120,7 +120,7 @@ def test_a_turn_that_failed_leaves_no_summary_behind() -> None:
     chat, sampler = chatting(lambda: summary(260), script, max_steps=6, max_response_tokens=200)
     ask(chat, "one?", "two?")
     before = list(chat.history)
-    turn = asyncio.run(chat.ask("three?"))
+    turn = asyncio.run(chat.ask("three?")).played
     assert (turn.stop, [step.summary for step in turn.steps if step.is_summary]) == (StopReason.ERROR, ["whole"])
     assert chat.history == before
     count = len(sampler.calls)

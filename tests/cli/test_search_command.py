@@ -33,9 +33,9 @@ def test_an_index_is_searched_by_stems_unless_built_with_no_stem(cli: Cli, corpu
 @pytest.mark.parametrize(
     ("kind", "options", "problem"),
     [
-        ("lexical", ["--encoder", "minilm"], "--encoder needs --kind dense"),
-        ("lexical", ["--encoder-path", "there", "--method", "ivf"], "--encoder-path, --method needs --kind dense"),
-        ("dense", ["--no-stem"], "--no-stem needs --kind lexical"),
+        ("lexical", ["--encoder", "minilm"], "--encoder has no effect with --kind lexical"),
+        ("lexical", ["--encoder-path", "there", "--method", "ivf"], "--encoder-path has no effect"),
+        ("dense", ["--no-stem"], "--stem has no effect"),
         ("dense", ["--encoder", "minilmm"], "not one of"),
         ("dense", ["--method", "tree"], "not one of"),
         ("lexicl", [], "Did you mean 'lexical'"),

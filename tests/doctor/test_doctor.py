@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from agent_r1.build.plan import build_plan
-from agent_r1.cli.commands.train import _train as train_here
+from agent_r1.cli.commands.train import Training
 from agent_r1.config import bundled_presets, bundled_recipes, load_config
 from agent_r1.doctor.canary import answer_fields, with_canary
 from agent_r1.doctor.environment import check_blocking
@@ -224,7 +224,8 @@ def test_training_on_verl_begins_with_the_quick_tier_too(sound: Path, tmp_path: 
     settings = ["backend=verl", "verl.cpu=true", "sft.demos=null", "rollout.temperature=0.2"]
     config, screen = load_config(str(sound), settings), io.StringIO()
     plan, run = build_plan(config), RunDir.create(tmp_path / "run", config)
-    about: dict[str, Any] = {"resume": False, "crew": Crew(), "watch": object()}
+    training = Training(config, plan, run, Console(file=screen, width=300), Crew(), resume=False)
+    watch: Any = object()
     with pytest.raises(ModuleNotFoundError):  # of a package that verl brings
-        asyncio.run(plan.task.run(train_here(config, plan, run, Console(file=screen, width=300), **about)))
+        asyncio.run(plan.task.run(training.train(watch)))
     assert "sampling explores: temperature 0.2" in screen.getvalue()

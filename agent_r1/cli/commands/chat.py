@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from agent_r1.runs.trajectories import answer_pictures, answerer
 from agent_r1.serve.terminal_pictures import show_pictures
 from agent_r1.text import visible
 from agent_r1.tokens.placeholders import as_parts
-from agent_r1.types import Action, Message, Observation, Step, StopReason, TaskRow
+from agent_r1.types import Action, Message, Observation, StopReason, TaskRow, Trajectory
 from agent_r1.vision.contents import text_of
 from agent_r1.vision.pictures import Picture, as_picture, pictures_of
 
@@ -50,14 +50,11 @@ Content = str | list[dict[str, Any]]  # content of a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The agent's answer to one question, and its steps."""
+    """The agent's answer to one question."""
 
-    steps: list[Step]
-    stop: StopReason
-    error: str | None = None
-    full: bool = False  # stopped because the conversation and its answer exceed the context
-    instead: Content = ""  # what the env showed instead of the question, if it ignores what the user says
-    answers: list[list[Picture]] = field(default_factory=list)  # the pictures that answered each step
+    played: Trajectory
+    full: bool  # stopped because the conversation and its answer exceed the context
+    instead: Content  # what the env showed instead of the question, if it ignores what the user says
 
 
 class ChatEpisode(Episode):
@@ -74,14 +71,6 @@ class ChatEpisode(Episode):
             return await super().act(observation, **options)
         finally:
             self.is_unanswered = self.num_actions == before
-
-    @property
-    def out_of_room(self) -> bool:
-        """Whether the context ended the episode, rather than the length of one response."""
-        if self.is_unanswered or not self.steps:
-            return True
-        last = self.steps[-1]
-        return len(last.prompt_ids) + len(last.response_ids) >= self.limits.max_context_tokens
 
     def conversation(self, row: TaskRow) -> list[Message]:
         """All messages. The final response is in no observation, unless a limit came right after it."""
@@ -152,17 +141,9 @@ class Chat:
             self.history, self.has_past, self.shown = episode.conversation(row), True, []
         else:
             self._context = context
-        limit = episode.limit
-        full = limit is not None and limit.stop is StopReason.MAX_TOKENS and episode.out_of_room
         instead = "" if _is_in(question, episode.opening) else episode.opening[-1].get("content") or ""
-        return Turn(
-            steps=trajectory.steps,
-            stop=trajectory.stop,
-            error=trajectory.error,
-            full=full,
-            instead=instead,
-            answers=[answer_pictures(trajectory, index) for index in range(len(trajectory.steps))],
-        )
+        full = episode.limit is not None and episode.limit.setting == "max_context_tokens"
+        return Turn(played=trajectory, full=full, instead=instead)
 
     def _flow(self, row: TaskRow) -> AgentFlowBase:
         """The recipe's flow, with the context policy of this conversation."""
@@ -234,10 +215,10 @@ async def answer(chat: Chat, question: Content, console: Console) -> None:
         chat.shown = pictures
         turn = await chat.ask(question)
         _show(turn, console)
-    if turn.error is not None:
-        console.print(Text(visible(f"(failed: {turn.error})"), style="red"), soft_wrap=True)
-    elif turn.stop is not StopReason.ANSWERED:
-        console.print(f"(stopped: {turn.stop.value})", style="red", highlight=False)
+    if turn.played.error is not None:
+        console.print(Text(visible(f"(failed: {turn.played.error})"), style="red"), soft_wrap=True)
+    elif turn.played.stop is not StopReason.ANSWERED:
+        console.print(f"(stopped: {turn.played.stop.value})", style="red", highlight=False)
 
 
 def _is_in(question: Content, messages: Sequence[Message]) -> bool:
@@ -250,7 +231,8 @@ def _show(turn: Turn, console: Console) -> None:
         console.print("(this environment starts from its row, not from what you type; try /row N)", style="dim")
         _say(console, "env", "bold yellow", text_of(turn.instead))
         show_pictures(pictures_of([{"content": turn.instead}]), console)
-    for step, pictures in zip(turn.steps, turn.answers, strict=True):
+    for index, step in enumerate(turn.played.steps):
+        pictures = answer_pictures(turn.played, index)
         _say(console, "memo" if step.is_summary else "agent", "bold green", step.action_text)
         if step.feedback or pictures:
             _say(console, answerer(step), "bold yellow", step.feedback)

@@ -1,5 +1,5 @@
-"""`agent-r1 eval`, `collect` and `sft`: play rows with a model to judge it, to keep its episodes, or to see what imitating
-some has changed."""
+"""`agent-r1 eval`, `collect` and `sft`: play rows with a model to judge it, to keep its episodes, or to see what
+imitation has changed."""
 
 from __future__ import annotations
 

@@ -52,18 +52,17 @@ def show_answer(chat: RemoteChat, text: str, console: Console) -> None:
     inside = False  # a line of the agent's text is open
     for chunk in chat.ask(text):
         lines = _other_lines(chunk)
-        words = delta_of(chunk).get("content") or ""
         if lines and inside:
             console.print()
             inside = False
         for speaker, line in lines:
             console.print(Text.assemble((f"{speaker:6s}", "bold yellow"), visible(line)), soft_wrap=True)
+        words = delta_of(chunk).get("content") or ""
         words = words if inside else words.lstrip("\n")
-        if words and not inside:
-            console.print(Text("agent ", style="bold green"), end="")
-            inside = True
         if words:
-            console.print(Text(visible(words)), end="", soft_wrap=True)
+            speaker = "" if inside else "agent "
+            console.print(Text.assemble((speaker, "bold green"), visible(words)), end="", soft_wrap=True)
+            inside = True
     if inside:
         console.print()
 

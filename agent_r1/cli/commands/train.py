@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from agent_r1.doctor.quick import Parts
 
 
+Checkpoint = tuple[int, Path]  # its step and folder
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of a training run."""
@@ -64,48 +67,13 @@ def run_training(
     config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool, crew: Crew | None = None
 ) -> Outcome:
     """Train in this process, which may be one of several ranks. Only rank 0 writes to the run directory."""
-    crew = crew or Crew()
-
+    training = Training(config, plan, run, console, crew or Crew(), resume=resume)
     try:
-        with (
-            run.locked() if crew.ranks.is_main else nullcontext(),
-            logging_to(rank_log(run, crew)),
-            _observed(plan, run, resume=resume) if crew.ranks.is_main else nullcontext(),
-            _verl_session(config, run, console) as watch,
-        ):
-            work = plan.task.run(_train(config, plan, run, console, resume=resume, crew=crew, watch=watch))
-            return interruptible(
-                work if watch is None else watch.guard(work),
-                config,
-                console,
-                lambda: describe_kept(run),
-                crew if isinstance(crew, RankCrew) else None,
-            )
+        return training.run_interruptible()
     except RolloutError as error:  # such as a server that is down; nothing is lost
         if not list_checkpoints(run.checkpoints):
             raise
         raise RolloutError(f"{error}\n{describe_kept(run)}") from error
-
-
-@contextmanager
-def _observed(plan: Plan, run: RunDir, *, resume: bool) -> Iterator[None]:
-    if resume:
-        run.record_versions()  # the code may be newer than the run
-    try:
-        yield
-    finally:
-        plan.observer.finish(run)
-
-
-def _verl_session(config: RunConfig, run: RunDir, console: Console) -> AbstractContextManager[Watch | None]:
-    if config.backend == "local":
-        return nullcontext()
-    from agent_r1.backends.verl.launch import session
-
-    def report(cause: str) -> None:
-        console.print(Text(f"error: {cause}\n{describe_kept(run)}"), soft_wrap=True)
-
-    return session(config, run, report)
 
 
 def describe_kept(run: RunDir, gpus: int | None = None) -> str:
@@ -123,46 +91,169 @@ def rank_log(run: RunDir, crew: Crew) -> Path:
     return run.log_file if crew.ranks.is_main else run.path / f"rank_{crew.ranks.rank}.log"
 
 
-async def _train(
-    config: RunConfig, plan: Plan, run: RunDir, console: Console, *, resume: bool, crew: Crew, watch: Watch | None
-) -> Outcome:
-    began = time.monotonic()
-    if run.read_metrics("collect"):
-        raise ConfigError(f"{run} holds collected episodes: train in another directory")
-    checkpoint = crew.ranks.broadcast(_resume_point(config, run) if resume and crew.ranks.is_main else None)
-    if checkpoint is None:
-        start = done = 0
-        weights = await _start(config, plan.task, console, crew)
-    else:
-        start = done = checkpoint[0]
-        # Adapters continue on the weights they were added to; a checkpoint has them merged.
-        weights = run.reference if config.lora is not None else checkpoint[1]
-    with Display(console, "training", total=config.trainer.steps, done=done) as display:
-        if watch is not None:
-            from agent_r1.backends.verl.launch import build_verl_trainer
-            from agent_r1.doctor.quick import prepare
+@dataclass(frozen=True, slots=True)
+class Training:
+    config: RunConfig
+    plan: Plan
+    run: RunDir
+    console: Console
+    crew: Crew
+    resume: bool
 
-            if checkpoint is None:
-                _examine(lambda: prepare(config, plan, weights), display)
-            trainer: Trainer = await build_verl_trainer(
-                config, run=run, plan=plan, weights=weights, progress=display, watch=watch, checkpoint=checkpoint
-            )
+    def run_interruptible(self) -> Outcome:
+        run, is_main = self.run, self.crew.ranks.is_main
+        with ExitStack() as stack:
+            if is_main:
+                stack.enter_context(run.locked())
+            stack.enter_context(logging_to(rank_log(run, self.crew)))
+            if is_main and self.resume:
+                run.record_versions()  # the code may be newer than the run
+            if is_main:
+                stack.callback(self.plan.observer.finish, run)
+            watch = stack.enter_context(self._verl_session())
+            work = self.plan.task.run(self.train(watch))
+            crew = self.crew if isinstance(self.crew, RankCrew) else None
+            guarded = work if watch is None else watch.guard(work)
+            return interruptible(guarded, self.config, self.console, lambda: describe_kept(run), crew)
+
+    def _verl_session(self) -> AbstractContextManager[Watch | None]:
+        if self.config.backend == "local":
+            return nullcontext()
+        from agent_r1.backends.verl.launch import session
+
+        def report(cause: str) -> None:
+            self.console.print(Text(f"error: {cause}\n{describe_kept(self.run)}"), soft_wrap=True)
+
+        return session(self.config, self.run, report)
+
+    async def train(self, watch: Watch | None = None) -> Outcome:
+        config, run, is_main = self.config, self.run, self.crew.ranks.is_main
+        began = time.monotonic()
+        if run.read_metrics("collect"):
+            raise ConfigError(f"{run} holds collected episodes: train in another directory")
+        checkpoint = self.crew.ranks.broadcast(self._resume_point() if self.resume and is_main else None)
+        if checkpoint is None:
+            start = done = 0
+            weights = await self._start()
         else:
-            trainer = await _build_local(config, plan, run, display, crew, weights, checkpoint)
-        async with _engine_closed(trainer):
-            if checkpoint is not None and done < config.trainer.steps:
-                display.note(f"continuing {run} after step {done}")
-            if crew.ranks.is_main:
-                run.forget_after(done)
-                run.record_versions(device=device_name(config))
-                run.write_tokens(token_texts(trainer.tokenizer))
-                plan.observer.start(run, step=done)
-            with parts_frozen():
-                done = await _loop(config, run, trainer, done)
-            if config.trainer.steps == 0:
-                trainer.save(0)  # so that chat and eval find a checkpoint
-    took = time.monotonic() - began
-    return _conclude(run, trainer, console, config, start=start, steps=done, seconds=took)
+            start = done = checkpoint[0]
+            # Adapters continue on the weights they were added to; a checkpoint has them merged.
+            weights = run.reference if config.lora is not None else checkpoint[1]
+        with Display(self.console, "training", total=config.trainer.steps, done=done) as display:
+            if watch is not None:
+                trainer = await self._build_on_verl(display, weights, checkpoint, watch)
+            else:
+                trainer = await self._build_local(display, weights, checkpoint)
+            async with _engine_closed(trainer):
+                if checkpoint is not None and done < config.trainer.steps:
+                    display.note(f"continuing {run} after step {done}")
+                if is_main:
+                    run.forget_after(done)
+                    run.record_versions(device=device_name(config))
+                    run.write_tokens(token_texts(trainer.tokenizer))
+                    self.plan.observer.start(run, step=done)
+                with parts_frozen():
+                    done = await self._loop(trainer, done)
+                if config.trainer.steps == 0:
+                    trainer.save(0)  # so that chat and eval find a checkpoint
+        return self._conclude(trainer, start=start, steps=done, seconds=time.monotonic() - began)
+
+    async def _build_on_verl(
+        self, display: Display, weights: str | Path, checkpoint: Checkpoint | None, watch: Watch
+    ) -> Trainer:
+        from agent_r1.backends.verl.launch import build_verl_trainer
+        from agent_r1.doctor.quick import prepare
+
+        if checkpoint is None:
+            _examine(lambda: prepare(self.config, self.plan, weights), display)
+        parts: dict[str, Any] = {"plan": self.plan, "progress": display, "watch": watch, "checkpoint": checkpoint}
+        return await build_verl_trainer(self.config, run=self.run, weights=weights, **parts)
+
+    async def _build_local(self, display: Display, weights: str | Path, checkpoint: Checkpoint | None) -> Trainer:
+        """Build a trainer whose model is in this process."""
+        config, crew, run = self.config, self.crew, self.run
+        model = load_model(config, weights)
+        reference = crew.main_first(lambda: reference_model(config, model, run.reference))
+        trainer = build_trainer(
+            config, run=run, plan=self.plan, model=model, reference=reference, progress=display, crew=crew
+        )
+        if checkpoint is None and crew.ranks.is_main:
+            from agent_r1.doctor.quick import parts_of
+
+            parts = model.tokenizer, model.renderer, model.template, model.network.config
+            _examine(lambda: parts_of(config, self.plan, *parts), display)
+        if checkpoint is not None:
+            await trainer.restore(load_state(checkpoint[1], trainer.learner.ranks))
+        display.note(rehearse(config, trainer.learner))
+        return trainer
+
+    async def _loop(self, trainer: Trainer, done: int) -> int:
+        """Evaluate the policy that training begins with, then train; return the last step."""
+        limits = self.config.trainer.model_dump(include={"steps", "eval_every", "save_every", "max_minutes"})
+        evaluated = any(record["step"] == done for record in self.run.read_metrics("eval"))
+        is_due = done % limits["eval_every"] == 0 or done == limits["steps"]
+        if self.crew.ranks.broadcast(is_due and not evaluated):
+            await trainer.evaluate(done)
+        schedule = Schedule(start=done, **limits)
+        if isinstance(trainer, AsyncTrainer):
+            return await train_async(trainer, schedule, max_staleness=self.config.trainer.max_staleness)
+        return await train(trainer, schedule, trainer.crew)
+
+    async def _start(self) -> str | Path:
+        """Return where training begins. Rank 0 creates the model and its warm start; the others find them in the
+        cache."""
+
+        async def part() -> str | Path | None:
+            is_main = self.crew.ranks.is_main
+            return await seeded_start(self.config, self.plan.task, self.console) if is_main else None
+
+        made = await self.crew.all(part())
+        return made[self.crew.ranks.rank] or await seeded_start(self.config, self.plan.task, self.console)
+
+    def _resume_point(self) -> Checkpoint | None:
+        """Step and path of the newest checkpoint; None if the run stopped before its first save and starts over."""
+        run, saved = self.run, list_checkpoints(self.run.checkpoints)
+        if not saved:
+            done = max((record["step"] for record in run.read_metrics("train")), default=0)
+            if done > self.config.trainer.save_every:  # starting over would delete the metrics
+                raise DataError(f"{run.checkpoints} is empty after {done} steps: restore one or start a new run")
+            return None
+        if run.read_metrics("sft"):
+            raise ConfigError(f"{run} is a supervised warm start: train from it with model.path={run}")
+        if needs_reference(self.config) and not run.reference.is_dir():
+            raise DataError(f"{run.reference} is missing: restore it, or start a new run with model.path={run}")
+        return saved[-1]
+
+    def _conclude(self, trainer: Trainer, *, start: int, steps: int, seconds: float) -> Outcome:
+        config, run, records = self.config, self.run, self.run.read_metrics()
+        evaluations = [record for record in records if record["kind"] == "eval"]
+        before, after = evaluations[0], evaluations[-1]
+        outcome = Outcome(run=run, before=before, after=after)
+        if not self.crew.ranks.is_main:
+            return outcome
+        draw_curve(run, config)
+        if trainer.last_evaluation is not None:
+            self.console.print(_example(trainer.last_evaluation, config.task.success_reward))
+        went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} step{'s' * (steps != 1)}"
+        if before.get("panel") != after.get("panel"):  # never compare numbers of different rows
+            went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than before"
+        summary = f"\n[bold]held-out success {went}; this took {clock(seconds)} min"
+        self.console.print(summary, highlight=False, soft_wrap=True)
+        logged = f", {shown(run.log_file)}" if has_text(run.log_file) else ""
+        trained = [record for record in records if record["kind"] == "train"]
+        lines = [
+            *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
+            f"picture     {run}/curve.png",
+            f"talk to it  {program()} chat {run}",
+            f"evaluate    {program()} eval {run}",
+            f"how sure?   {program()} compare {run} --step first,last",
+            f"look at it  {program()} view {run}",
+            f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",
+        ]
+        if config.recipe == PYTHON:  # its objects are in another process
+            lines = [line for line in lines if not line.startswith(("talk", "evaluate"))]
+        self.console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)  # messages have [brackets]
+        return outcome
 
 
 @asynccontextmanager
@@ -178,30 +269,6 @@ async def _engine_closed(trainer: Trainer) -> AsyncIterator[None]:
     await trainer.engine.close()
 
 
-async def _build_local(
-    config: RunConfig,
-    plan: Plan,
-    run: RunDir,
-    display: Display,
-    crew: Crew,
-    weights: str | Path,
-    checkpoint: tuple[int, Path] | None,
-) -> Trainer:
-    """Build a trainer whose model is in this process."""
-    model = load_model(config, weights)
-    reference = crew.main_first(lambda: reference_model(config, model, run.reference))
-    trainer = build_trainer(config, run=run, plan=plan, model=model, reference=reference, progress=display, crew=crew)
-    if checkpoint is None and crew.ranks.is_main:
-        from agent_r1.doctor.quick import parts_of
-
-        parts = model.tokenizer, model.renderer, model.template, model.network.config
-        _examine(lambda: parts_of(config, plan, *parts), display)
-    if checkpoint is not None:
-        await trainer.restore(load_state(checkpoint[1], trainer.learner.ranks))
-    display.note(rehearse(config, trainer.learner))
-    return trainer
-
-
 def _examine(read_parts: Callable[[], Parts], display: Display) -> None:
     """Say what looks wrong. The checks call user code, which must not change what the run draws."""
     from agent_r1.doctor.finding import Level
@@ -212,29 +279,6 @@ def _examine(read_parts: Callable[[], Parts], display: Display) -> None:
         if found.level is not Level.GREEN:
             display.note(f"{found.name}: {found.evidence}. {found.fix}")
     restore_rng(before)
-
-
-async def _loop(config: RunConfig, run: RunDir, trainer: Trainer, done: int) -> int:
-    """Evaluate the policy that training begins with, then train; return the last step."""
-    evaluated = any(record["step"] == done for record in run.read_metrics("eval"))
-    is_due = done % config.trainer.eval_every == 0 or done == config.trainer.steps
-    if trainer.crew.ranks.broadcast(is_due and not evaluated):
-        await trainer.evaluate(done)
-    limits = config.trainer.model_dump(include={"steps", "eval_every", "save_every", "max_minutes"})
-    schedule = Schedule(start=done, **limits)
-    if isinstance(trainer, AsyncTrainer):
-        return await train_async(trainer, schedule, max_staleness=config.trainer.max_staleness)
-    return await train(trainer, schedule, trainer.crew)
-
-
-async def _start(config: RunConfig, task: Task, console: Console, crew: Crew) -> str | Path:
-    """Return where training begins. Rank 0 creates the model and its warm start; the others find them in the cache."""
-
-    async def part() -> str | Path | None:
-        return await seeded_start(config, task, console) if crew.ranks.is_main else None
-
-    made = await crew.all(part())
-    return made[crew.ranks.rank] or await seeded_start(config, task, console)
 
 
 async def seeded_start(config: RunConfig, task: Task, console: Console) -> str | Path:
@@ -248,60 +292,13 @@ async def seeded_start(config: RunConfig, task: Task, console: Console) -> str |
     return start
 
 
-def _resume_point(config: RunConfig, run: RunDir) -> tuple[int, Path] | None:
-    """Step and path of the newest checkpoint; None if the run stopped before its first save and starts over."""
-    saved = list_checkpoints(run.checkpoints)
-    if not saved:
-        done = max((record["step"] for record in run.read_metrics("train")), default=0)
-        if done > config.trainer.save_every:  # starting over would delete the metrics
-            raise DataError(f"{run.checkpoints} is empty after {done} steps: restore a checkpoint or start a new run")
-        return None
-    if run.read_metrics("sft"):
-        raise ConfigError(f"{run} is a supervised warm start: train from it with model.path={run}")
-    if needs_reference(config) and not run.reference.is_dir():
-        raise DataError(
-            f"{run.reference} is missing, which this run's KL penalty or adapters need. Restore it, or start a new run "
-            f"from the weights with model.path={run}"
-        )
-    return saved[-1]
-
-
-def _conclude(
-    run: RunDir, trainer: Trainer, console: Console, config: RunConfig, *, start: int, steps: int, seconds: float
-) -> Outcome:
-    records, last = run.read_metrics(), trainer.last_evaluation
-    evaluations = [record for record in records if record["kind"] == "eval"]
-    before, after = evaluations[0], evaluations[-1]
-    if not trainer.crew.ranks.is_main:
-        return Outcome(run=run, before=before, after=after)
-    title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
+def draw_curve(run: RunDir, config: RunConfig) -> Path:
+    """Draw success over steps as `RUN/curve.png`."""
     from agent_r1.track.plots import plot_curve  # loads matplotlib, after training
 
-    plot_curve(records, run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
-    if last is not None:
-        console.print(_example(last, config.task.success_reward))
-    went = f"{before['success']:.1%} -> {after['success']:.1%}[/] in {steps} step{'s' * (steps != 1)}"
-    if before.get("panel") != after.get("panel"):  # never compare numbers of different rows
-        went = f"{after['success']:.1%}[/] after {steps} steps, on other rows than before"
-    console.print(f"\n[bold]held-out success {went}; this took {clock(seconds)} min", highlight=False, soft_wrap=True)
-    logged = f", {shown(run.log_file)}" if has_text(run.log_file) else ""
-    trained = [record for record in records if record["kind"] == "train"]
-    lines = [
-        *remarks(run, trained, start=start, steps=steps, total=config.trainer.steps),
-        f"picture     {run}/curve.png",
-        *(
-            []
-            if config.recipe == PYTHON
-            else [f"talk to it  {program()} chat {run}", f"evaluate    {program()} eval {run}"]
-        ),
-        f"how sure?   {program()} compare {run} --step first,last",
-        f"look at it  {program()} view {run}",
-        f"look inside {run}/metrics.jsonl, {run}/trajectories/{logged}",
-    ]
-    console.print(
-        Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True
-    )  # Text: messages may contain [brackets]
-    return Outcome(run=run, before=before, after=after)
+    title = f"{recipe_name(config.recipe)}, {config.algorithm.name}, seed {config.seed}"
+    plot_curve(run.read_metrics(), run.path / "curve.png", title, f"held-out rows ({describe_sampling(config.eval)})")
+    return run.path / "curve.png"
 
 
 def _example(evaluation: Evaluation, success_reward: float) -> Panel:
