@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
+from importlib import import_module
 from typing import Any, TypeVar
 
 from agent_r1.build.context import check_env_repeats, check_flow, context_maker
-from agent_r1.build.gateway import build_gateway
 from agent_r1.build.resolve import (
     check_callable,
     import_recipe,
@@ -33,6 +33,7 @@ from agent_r1.places import anchored
 from agent_r1.resources import Resource, opened
 from agent_r1.rollout.scoring import Scorer, check_reward_signature
 from agent_r1.tokens.formats.infer import TemplateFormat, requested_format
+from agent_r1.tokens.formats.table import get_format
 from agent_r1.tools.base import BaseTool, ToolSet, get_tool, list_tools
 from agent_r1.types import TaskRow
 
@@ -185,6 +186,35 @@ def _lookup(name: str, config: RunConfig, registered: Callable[[str], Any]) -> A
         raise ConfigError(f"{error}. If a file of the recipe registers it, import that file in task.py") from error
 
 
+def build_gateway(config: RunConfig) -> tuple[type[AgentFlowBase], list[Resource]]:
+    """Return the flow that starts an agent written elsewhere, and the server that must be open while it plays. The
+    gateway is imported only by runs that use it."""
+    settings, serve = config.gateway, "agent_r1.serve.gateway"
+    assert settings is not None
+    if config.backend != "local":
+        raise ConfigError(f"task.flow=gateway works with backend=local, not with backend={config.backend}")
+    get_format(settings.tool_format)
+    if settings.agent is not None:
+        function = resolve(settings.agent, recipe=config.recipe)
+        check_callable("gateway.agent", settings.agent, function, None, None)
+        agent = import_module(f"{serve}.agents").FunctionAgent(function=function, name=settings.agent)
+    else:
+        command = import_module(f"{serve}.command")
+        agent = command.CommandAgent(
+            command=command.split_command(settings.command),
+            recipe=recipe_folder(config.recipe),
+            stdin=settings.stdin,
+            env=settings.env,
+        )
+    server = import_module(f"{serve}.server").GatewayServer(episode_seconds=config.rollout.episode_seconds)
+    flow = import_module(f"{serve}.flow").gateway_flow(
+        server=server,
+        agent=agent,
+        **settings.model_dump(include={"tool_format", "tool_role", "on_failure", "shows_ground_truth"}),
+    )
+    return flow, [server]
+
+
 def _env_pool(config: RunConfig, flow: type[AgentFlowBase]) -> EnvPool | None:
     """Return the pool that hosts envs. Its processes start with the first episodes."""
     workers = config.task.workers
@@ -238,13 +268,11 @@ def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
     folder, settings = recipe_folder(config.recipe), entry["mcp"]
     if settings.get("command") is not None and isinstance(settings.get("cwd"), str | None):
         settings = {**settings, "cwd": folder / (settings.get("cwd") or "")}
-    try:
-        inspect.signature(MCPTools).bind(**settings)
-    except TypeError as error:
-        unknown = next((key for key in settings if key not in inspect.signature(MCPTools).parameters), None)
-        hint = did_you_mean(unknown, inspect.signature(MCPTools).parameters) if unknown else ""
-        raise ConfigError(f"task.tools: mcp: {error}.{hint}") from error
-    with one_line_errors("task.tools: mcp:", ConfigError):
+    known = inspect.signature(MCPTools).parameters
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"task.tools: mcp has no setting {key!r}.{did_you_mean(key, known)}")
+    with one_line_errors("task.tools: mcp:"):
         return MCPTools(**settings)
 
 

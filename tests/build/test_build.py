@@ -163,7 +163,7 @@ def test_names_that_task_py_or_its_imports_register_are_known(recipe: Recipe) ->
         (["sft.demos=task.demoes"], "task has no 'demoes'. Did you mean 'demos'"),
         (["sft.trajectories=runs/none"], r"sft\.trajectories='runs/none'"),
         (["model.path=./none"], r"'\./none'"),
-        (["model.chat_template=none.jinja"], r"file 'none\.jinja' not found in .*recipe or at"),
+        (["model.chat_template=none.jinja"], r"file 'none\.jinja' is not in .*recipe"),
         (["task.env_kwargs={hi: 3}"], r"row 'train-0' cannot be played: env 'env.Guess' does not accept .*'hi'"),
         (
             ["task.env_kwargs={high: 0}"],
@@ -338,12 +338,8 @@ def test_settings_that_the_chat_template_reads_are_taken(recipe: Recipe, model_f
 @pytest.mark.parametrize(
     ("template", "given", "message"),
     [
-        (
-            READS,
-            "enable_thinkin=false",
-            r"model\.template_kwargs\.enable_thinkin: .*'enable_thinking'.*: closed, dated, enable_thinking",
-        ),
-        (TEMPLATE, "enable_thinking=false", r"template_kwargs\.enable_thinking: .*\(none\)"),
+        (READS, "enable_thinkin=false", r"template_kwargs\.enable_thinkin: .*Did you mean 'enable_thinking'"),
+        (TEMPLATE, "enable_thinking=false", r"template_kwargs\.enable_thinking: "),
         (TEMPLATE, "add_generation_prompt=false", r"template_kwargs\.add_generation_prompt"),
     ],
 )

@@ -81,7 +81,7 @@ def test_only_presets_of_one_base_combine(folder: Path) -> None:
     (folder / "other.yaml").write_text(BASE, encoding="utf-8")
     preset(folder, "base: other.yaml\nseed: 2", "foreign.yaml")
     for name in ("other", "foreign", "base"):
-        with pytest.raises(ConfigError, match=rf"mine\.yaml and {name}\.yaml cannot be combined: .* of base\.yaml"):
+        with pytest.raises(ConfigError, match=rf"mine\.yaml and {name}\.yaml cannot be combined: .* base\.yaml"):
             load_config(f"{first}+{name}")
     with pytest.raises(ConfigError, match=r"there is no preset 'foriegn' beside .*Did you mean 'foreign'\?"):
         load_config(f"{first}+foriegn")

@@ -147,7 +147,13 @@ def test_a_finished_run_can_be_made_longer(cli: Cli, tmp_path: Path) -> None:
     assert parse_config(RunDir.open(run).settings).trainer.steps == 1  # a dry run changes nothing
     assert len(RunDir.open(run).read_metrics("train")) == 1
 
-    assert cli("train", "--resume", run, "trainer.steps=3").code == 0
+    again = cli("train", "--resume", run)
+    assert "\n  continue    all 1 steps were done already" in again.out
+    assert "continuing" not in again.out
+    longer = cli("train", "--resume", run, "trainer.steps=3")
+    assert longer.code == 0
+    assert f"continuing {run} after step 1\n" in longer.out
+    assert "  continue  " not in longer.out
     assert parse_config(RunDir.open(run).settings) == load_config(MINI, (*PLAIN, "trainer.steps=3"))
     assert [record["step"] for record in RunDir.open(run).read_metrics("train")] == [1, 2, 3]
     assert list_checkpoints(run / "checkpoints")[-1][0] == 3

@@ -121,22 +121,6 @@ def test_failed_episodes_are_shown_at_every_step_and_at_the_end(cli: Cli, folder
     assert lines[-1] == f"  look inside {run}/metrics.jsonl, {run}/trajectories/, {run}/run.log"
 
 
-def test_without_failures_nothing_is_said_of_them(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ended = cli("train", folder, "task.env=task.Endless", *MOODY[1:], "trainer.steps=1", "--run", run)
-    assert ended.code == 0, ended.err
-    assert "errors" not in ended.out
-    assert "  failed" not in ended.out
-    assert ended.out.splitlines()[-1] == f"  look inside {run}/metrics.jsonl, {run}/trajectories/"
-    assert (run / "run.log").read_text(encoding="utf-8") == ""
-
-
-def test_failures_whose_episodes_were_not_kept_are_counted_all_the_same(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ended = cli("train", folder, *MOODY, "trainer.steps=1", "trainer.dump_every=2", "--run", run)
-    assert f"\n  failed      8 of 24 training episodes; details in {run}/run.log\n" in ended.out
-
-
 def test_a_run_that_breaks_by_failures_says_the_common_cause_and_where_tracebacks_are(
     cli: Cli, folder: Path, tmp_path: Path
 ) -> None:
@@ -159,31 +143,10 @@ def test_what_ran_out_of_time_left_no_traceback_and_none_is_promised(cli: Cli, f
     )
 
 
-def test_collecting_shows_failures_too(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    ended = cli("collect", folder, *MOODY, "--run", tmp_path / "run")
-    assert ended.code == 0, ended.err
-    [step] = [line for line in ended.out.splitlines() if line.startswith("collecting ")]
-    assert "%  errors 33.3%  " in step
-
-
-def test_resuming_a_run_that_has_done_all_its_steps_says_so(cli: Cli, folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    first = cli("train", folder, *MOODY, "trainer.steps=1", "--run", run)
-    assert "  continue  " not in first.out
-    again = cli("train", "--resume", run)
-    assert again.code == 0, again.err
-    assert "\n  continue    all 1 steps were done already" in again.out
-    assert "continuing" not in again.out
-    longer = cli("train", "--resume", run, "trainer.steps=2")
-    assert f"continuing {run} after step 1\n" in longer.out
-    assert "  continue  " not in longer.out
-
-
 def test_a_run_that_learned_nothing_says_why(cli: Cli, folder: Path, tmp_path: Path) -> None:
     short = ("sft.demos=null", "rollout.max_response_tokens=4", "trainer.steps=1", "eval.rows=2")
     alike = cli("train", folder, *short, "rollout.temperature=0.001", "--run", tmp_path / "alike").out
     assert "  learned     nothing: attempts at the same row never earned different rewards" in alike
-    assert "  learned " not in cli("train", folder, *short, "--run", tmp_path / "run").out
 
 
 def test_an_evaluation_logs_the_failures_of_its_episodes_to_the_run(cli: Cli, folder: Path, tmp_path: Path) -> None:

@@ -6,13 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agent_r1 import BaseTool, Resource
+from agent_r1 import Resource
 from agent_r1.build.task import build_task
 from agent_r1.config import load_config
 from agent_r1.errors import ConfigError, RolloutError
@@ -200,22 +198,3 @@ def test_what_open_raised_is_named() -> None:
 def test_only_resources_can_be_named(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.resources: 'task\.reward'"):
         build_task(load_config(str(recipe), ["task.resources=[task.reward]"]))
-
-
-@BaseTool.register
-class Connected(BaseTool):
-    name, description = "connected_in_test_resources", "Needs a connection."
-    parameters = {"type": "object", "properties": {}}  # noqa: RUF012
-
-    async def open(self) -> None:
-        raise AssertionError("nobody calls this")
-
-    async def execute(self, args: dict[str, Any], **context: Any) -> str:
-        return ""
-
-
-def test_a_row_cannot_bring_a_tool_that_nobody_opens(recipe: Path) -> None:
-    task = build_task(load_config(str(recipe)))
-    row = replace(task.test_rows()[0], env_kwargs={"tools": [Connected.name]})
-    with pytest.raises(ConfigError, match=rf"{Connected.name}.*task\.tools"):
-        task.make_flow(row).make_env(row)

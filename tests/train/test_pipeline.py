@@ -257,7 +257,7 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
 def test_episodes_of_an_evaluation_are_not_imitated(finished: Path) -> None:
     file = finished / "trajectories" / "eval_000002.jsonl"
     assert file.is_file()
-    with pytest.raises(ConfigError, match=r"holds evaluation episodes"):
+    with pytest.raises(ConfigError, match=r"holds episodes of test rows"):
         build_plan(mini(f"sft.trajectories={file}", "sft.demos=null"))
 
 

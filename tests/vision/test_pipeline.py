@@ -216,7 +216,7 @@ def test_one_question_may_come_with_pictures(finished: Path, tmp_path: Path, cli
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["engine.kind=transformers"], "engine.kind=transformers is for text only"),
+        (["engine.kind=transformers"], "engine.kind=transformers takes no pictures"),
         (["lora.rank=4", "lora.share_base=true"], "lora.share_base"),
         (["lora.rank=4", "learner.train_vision=true"], "learner.train_vision has no effect with lora"),
     ],

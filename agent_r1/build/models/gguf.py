@@ -13,7 +13,6 @@ text), not that of Llama 2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +39,18 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Splitting:
-    """How text is prepared before its bytes are merged."""
-
-    steps: tuple[Any, ...]  # pre-tokenizers, in order
-    nfc: bool = False
-    ignore_merges: bool = False  # do not split a piece that is a token
-
-
-def _split_by(digits: str) -> tuple[Any, ...]:
+def _split_by(digits: str) -> list[Any]:
     pattern = Regex(f"{_WORDS}|{digits}|{_REST}")
-    return (
-        pre_tokenizers.Split(pattern, behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    )
+    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [pre_tokenizers.Split(pattern, behavior="isolated"), whole_bytes]
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-SPLITTINGS = {  # by the value of tokenizer.ggml.pre
-    "gpt-2": Splitting(steps=(_GPT2,)),
-    "smollm": Splitting(steps=(pre_tokenizers.Digits(individual_digits=True), _GPT2)),
-    "qwen2": Splitting(steps=_split_by(r"\p{N}"), nfc=True),
-    "llama-bpe": Splitting(steps=_split_by(r"\p{N}{1,3}"), ignore_merges=True),
+SPLITTINGS: dict[str, list[Any]] = {  # pre-tokenizers by the value of tokenizer.ggml.pre
+    "gpt-2": [_GPT2],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), _GPT2],
+    "qwen2": _split_by(r"\p{N}"),
+    "llama-bpe": _split_by(r"\p{N}{1,3}"),
 }
 
 
@@ -154,7 +142,7 @@ def tokenizer_of(metadata: Metadata, file: Path) -> Any:
     ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _NAMED.items()}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_with_control_tokens(
-            _sentence_pieces(metadata) if is_gemma else _byte_level(metadata, SPLITTINGS[str(pre)]), metadata
+            _sentence_pieces(metadata) if is_gemma else _byte_level(metadata, str(pre)), metadata
         ),
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],  # no causal model takes the default's token_type_ids
@@ -164,13 +152,13 @@ def tokenizer_of(metadata: Metadata, file: Path) -> Any:
     return tokenizer
 
 
-def _byte_level(metadata: Metadata, splitting: Splitting) -> Any:
+def _byte_level(metadata: Metadata, pre: str) -> Any:
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splitting.ignore_merges))
-    if splitting.nfc:
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splitting.steps))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SPLITTINGS[pre])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

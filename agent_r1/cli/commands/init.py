@@ -18,12 +18,9 @@ FILES = ("task.py", "base.yaml", "test_task.py", "README.md")
 
 def write_task(directory: Path, console: Console) -> None:
     """Copy the template; {task} in its README and settings becomes the directory as typed in a shell."""
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        what = (
-            f"holds {first_names(sorted(path.name for path in directory.iterdir()))}"
-            if directory.is_dir()
-            else "is a file"
-        )
+    present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    if present or directory.is_file():
+        what = f"holds {first_names(present)}" if present else "is a file"
         raise ConfigError(f"{directory} {what}: name a directory that is new or empty")
     directory.mkdir(parents=True, exist_ok=True)
     typed = shlex.quote(str(directory))
