@@ -54,7 +54,17 @@ def named_module(name: str, *, recipe: str) -> ModuleType:
     module_name, dot, _ = name.rpartition(".")
     if not dot:
         raise ConfigError(f"{name!r} is not of the form module.name, for example task.reward")
-    return import_file(module_name, recipe=recipe) or _import_elsewhere(module_name, name)
+    if (found := import_file(module_name, recipe=recipe)) is not None:
+        return found
+    with one_line_errors(f"importing {module_name} failed:"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, but not what it imports
+                raise
+            raise ConfigError(
+                f"cannot find {name!r}: no module {module_name!r} beside the recipe or elsewhere"
+            ) from error
 
 
 def import_recipe(recipe: str, names: Iterable[str]) -> None:
@@ -95,18 +105,6 @@ def make_importable(recipe: str) -> str:
 
 def recipe_folder(recipe: str) -> Path:
     return recipe_file(recipe).resolve().parent
-
-
-def _import_elsewhere(module_name: str, name: str) -> ModuleType:
-    with one_line_errors(f"importing {module_name} failed:"):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, but not what it imports
-                raise
-            raise ConfigError(
-                f"cannot find {name!r}: no module {module_name!r} beside the recipe or elsewhere"
-            ) from error
 
 
 @contextmanager

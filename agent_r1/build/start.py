@@ -150,11 +150,8 @@ def _own_trajectories(config: RunConfig, renderer: Renderer, report: Report) -> 
     chosen = select(read, min_reward=settings.min_reward, max_per_row=settings.max_per_row)
     if not chosen.trajectories:
         raise DataError(f"no trajectory under {source} has a reward of at least sft.min_reward={settings.min_reward:g}")
-    limit = "" if settings.max_per_row is None else f", at most {settings.max_per_row} per row"
-    report(
-        f"imitating {len(chosen.trajectories)} of {chosen.read} trajectories: {chosen.good} earned at least "
-        f"{settings.min_reward:g}, {chosen.distinct} of them distinct{limit}"
-    )
+    kept = f"{chosen.good} earned at least {settings.min_reward:g}, {chosen.distinct} of them distinct"
+    report(f"imitating {len(chosen.trajectories)} of {chosen.read} trajectories: {kept}")
     for trajectory in chosen.trajectories:
         for step in trajectory.steps:
             if (text := renderer.decode(step.response_ids)) != step.action_text:

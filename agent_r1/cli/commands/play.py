@@ -135,19 +135,6 @@ async def evaluate_model(
             )
 
 
-def collect_config(config: RunConfig, *, model: str | None, rows: int | None, samples: int | None) -> RunConfig:
-    """Apply the options of the command line; None keeps the recipe's value."""
-    task, rollout, start, sft = config.task, config.rollout, config.model, config.sft
-    if rows is not None:
-        task = task.model_copy(update={"train_count": rows})
-    if samples is not None:
-        rollout = rollout.model_copy(update={"group_size": samples})
-    if model is not None:  # sampled as it is, without a warm start
-        start = start.model_copy(update={"path": find_model(model), "make": None})
-        sft = sft.model_copy(update={"demos": None, "trajectories": None})
-    return config.model_copy(update={"task": task, "rollout": rollout, "model": start, "sft": sft})
-
-
 def run_collect(
     config: RunConfig, task: Task, rows: list[TaskRow], run: RunDir, console: Console, *, given: Sequence[str] = ()
 ) -> Outcomes:
