@@ -110,11 +110,12 @@ def check_idle(written: Sequence[Tree], merged: Sequence[Tree]) -> None:
     A layer may set what a later layer turns off, as with `sft.demos=null`. The config.json of a run, which holds every
     field, is not checked.
     """
-    for setting, (needed, has_effect) in RULES.items():
+    for (needed, has_effect), settings in RULES:
         idle = [not has_effect(stage) for stage in merged]
-        given = [value_of(layer, setting) not in (None, False, [], {}) for layer in written]
-        if idle[-1] and any(map(all, zip(given, idle, strict=True))):
-            raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
+        for setting in settings if idle[-1] else ():
+            given = [value_of(layer, setting) not in (None, False, [], {}) for layer in written]
+            if any(map(all, zip(given, idle, strict=True))):
+                raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
 
 
 def is_data_source(rows: str) -> bool:
@@ -135,43 +136,43 @@ def _needs(*names: str, idle: tuple[Any, ...] = (None, 0, []), which: str = "") 
     return " or ".join(names) + which, lambda tree: any(value_of(tree, name) not in idle for name in names)
 
 
-_IMITATES = _needs("sft.demos", "sft.trajectories")
-_HAS_KL = _needs("algorithm.kl_coef")
-_UPDATES_AGAIN = _needs("learner.num_epochs", "learner.num_minibatches", idle=(None, 1), which=" above 1")
-_COMPARES_STEPS = _needs("algorithm.settings.step_weight", idle=(0,))  # only gigpo has it, by default not 0
-_HAS_TASK = _needs("task.flow", idle=("gateway",), which=" other than gateway, whose agents bring their own")
-RULES: dict[str, tuple[str, Callable[[Tree], bool]]] = {
-    "sft.count": _needs("sft.demos"),
-    "sft.min_reward": _needs("sft.trajectories"),
-    "sft.max_per_row": _needs("sft.trajectories"),
-    **{f"sft.{key}": _IMITATES for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")},
-    "algorithm.kl_estimator": _HAS_KL,
-    "algorithm.kl_in": _HAS_KL,
-    "algorithm.kl_target": _needs("algorithm.kl_in", idle=(None, "loss"), which="=reward"),
-    "algorithm.kl_horizon": _needs("algorithm.kl_target"),
-    **{f"algorithm.settings.{key}": _COMPARES_STEPS for key in ("gamma", "anchor", "similarity")},
-    "context.demo_summary": _needs("sft.demos"),
-    "critic.value_clip": _UPDATES_AGAIN,
-    "critic.value_coef": _needs("critic.shared", which="=true"),
-    "correction.floor": _needs("correction.kind", idle=(None, "truncate"), which="=reject"),
-    "rewards.process_weight": _needs("rewards.process", idle=("ignored",), which=" other than ignored"),
-    "learner.target_kl": _UPDATES_AGAIN,
-    "learner.min_lr_ratio": _needs(
-        "learner.schedule", "critic.schedule", idle=(None, "constant"), which=" other than constant"
+def _reads_data(tree: Tree) -> bool:
+    return is_data_source(str(value_of(tree, "task.rows")))
+
+
+RULES: list[tuple[tuple[str, Callable[[Tree], bool]], list[str]]] = [
+    (_needs("sft.demos"), ["sft.count", "context.demo_summary"]),
+    (_needs("sft.trajectories"), ["sft.min_reward", "sft.max_per_row"]),
+    (
+        _needs("sft.demos", "sft.trajectories"),
+        [f"sft.{key}" for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")],
     ),
-    "trainer.max_staleness": _needs("trainer.mode", idle=(None, "sync"), which="=async"),
-    "model.fp32_head": _needs("engine.kind", idle=("vllm",), which=" other than vllm"),
-    **{f"engine.{key}": _needs("engine.python") for key in ("gpus", "servers", "args")},
-    "engine.sleep": _needs("engine.gpus", "engine.urls"),
-    "engine.send_adapters": _needs("lora", idle=(None,)),
-    "gateway.stdin": _needs("gateway.command"),
-    "gateway.env": _needs("gateway.command"),
-    "data.map": ("task.rows that is a file or dataset", lambda tree: is_data_source(str(value_of(tree, "task.rows")))),
-    "task.rows_kwargs": (
-        "task.rows that is a function",
-        lambda tree: not is_data_source(str(value_of(tree, "task.rows"))),
+    (_needs("algorithm.kl_coef"), ["algorithm.kl_estimator", "algorithm.kl_in"]),
+    (_needs("algorithm.kl_in", idle=(None, "loss"), which="=reward"), ["algorithm.kl_target"]),
+    (_needs("algorithm.kl_target"), ["algorithm.kl_horizon"]),
+    (  # only gigpo has it, by default not 0
+        _needs("algorithm.settings.step_weight", idle=(0,)),
+        [f"algorithm.settings.{key}" for key in ("gamma", "anchor", "similarity")],
     ),
-    "task.tools": _HAS_TASK,
-    "task.env_kwargs": _HAS_TASK,
-    "verl": _needs("backend", idle=(None, "local"), which="=verl"),
-}
+    (
+        _needs("learner.num_epochs", "learner.num_minibatches", idle=(None, 1), which=" above 1"),
+        ["critic.value_clip", "learner.target_kl"],
+    ),
+    (_needs("critic.shared", which="=true"), ["critic.value_coef"]),
+    (_needs("correction.kind", idle=(None, "truncate"), which="=reject"), ["correction.floor"]),
+    (_needs("rewards.process", idle=("ignored",), which=" other than ignored"), ["rewards.process_weight"]),
+    (
+        _needs("learner.schedule", "critic.schedule", idle=(None, "constant"), which=" other than constant"),
+        ["learner.min_lr_ratio"],
+    ),
+    (_needs("trainer.mode", idle=(None, "sync"), which="=async"), ["trainer.max_staleness"]),
+    (_needs("engine.kind", idle=("vllm",), which=" other than vllm"), ["model.fp32_head"]),
+    (_needs("engine.python"), ["engine.gpus", "engine.servers", "engine.args"]),
+    (_needs("engine.gpus", "engine.urls"), ["engine.sleep"]),
+    (_needs("lora", idle=(None,)), ["engine.send_adapters"]),
+    (_needs("gateway.command"), ["gateway.stdin", "gateway.env"]),
+    (_needs("task.flow", idle=("gateway",), which=" other than gateway"), ["task.tools", "task.env_kwargs"]),
+    (_needs("backend", idle=(None, "local"), which="=verl"), ["verl"]),
+    (("task.rows that is a file or dataset", _reads_data), ["data.map"]),
+    (("task.rows that is a function", lambda tree: not _reads_data(tree)), ["task.rows_kwargs"]),
+]

@@ -45,11 +45,11 @@ def test_unknown_kinds_and_fields_are_refused(override: str, message: str) -> No
         (["urls=[http://a:1,http://a:1]"], r"engine\.urls must be .* given once, not 'http://a:1'"),
         (
             ["python=p", "gpus=[0,1,2]", "tensor_parallel=2"],
-            r"engine\.gpus=\[0, 1, 2\] cannot be divided .* of 2",
+            r"engine\.gpus=\[0, 1, 2\] cannot be divided",
         ),
-        (["python=p", "gpus=[0,0]"], r"engine\.gpus=\[0, 0\] cannot be divided into servers of 1 different"),
+        (["python=p", "gpus=[0,0]"], r"engine\.gpus=\[0, 0\] cannot be divided"),
         (["python=p", "gpus=[0,1]", "servers=2"], r"engine\.servers is the number of servers on a CPU"),
-        (["python=p", "tensor_parallel=2"], r"engine\.gpus=\[\] cannot be divided .* of 2"),
+        (["python=p", "tensor_parallel=2"], r"engine\.gpus=\[\] cannot be divided"),
     ],
 )
 def test_contradictions_between_settings_of_vllm_are_refused(settings: list[str], message: str) -> None:
