@@ -148,10 +148,7 @@ def test_names_that_task_py_or_its_imports_register_are_known(recipe: Recipe) ->
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["task.rows=task.no_count"],
-            r"task\.rows='task\.no_count' .* no_count\(split=\.\.\., count=",
-        ),
+        (["task.rows=task.no_count"], r"task\.rows='task\.no_count' .* no_count\(split=\.\.\., count="),
         (["task.rows=task.no_default"], r"called as no_default\(split=\.\.\.\): missing a required argument: 'count'"),
         (["task.rows=task.three"], r"task\.rows='task\.three' .* it is 3, not a function"),
         (["task.rows=task.nothing"], r"nothing returned NoneType for split 'train'"),
@@ -247,10 +244,7 @@ def test_counts_are_upper_bounds(recipe: Recipe) -> None:
     ("settings", "message"),
     [
         (["task.rows=all.jsonl"], r"Both splits are read from 'all\.jsonl': use \{split\} in task\.rows"),
-        (
-            ["task.rows='{split}.jsonl'", "task.test_split=train"],
-            r"Both splits are 'train': set task\.test_split",
-        ),
+        (["task.rows='{split}.jsonl'", "task.test_split=train"], r"Both splits are 'train': set task\.test_split"),
         (["task.rows='{split}.jsonl'", "task.test_split=copy"], "one of the splits"),
     ],
 )

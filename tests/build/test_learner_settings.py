@@ -99,10 +99,7 @@ def test_settings_arrive_at_the_learner() -> None:
         (["model.fp32_head=true"], r"model\.fp32_head"),
         (["learner.activation_checkpointing=maybe"], r"activation_checkpointing"),
         (["learner.optimizer_state=int4"], r"optimizer_state"),
-        (
-            ["lora.share_base=true", "engine={kind: vllm, urls: [http://x]}"],
-            r"lora\.share_base needs",
-        ),
+        (["lora.share_base=true", "engine={kind: vllm, urls: [http://x]}"], r"lora\.share_base needs"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(overrides: list[str], message: str) -> None:

@@ -82,8 +82,7 @@ def test_a_dry_run_of_the_warm_start_speaks_of_the_warm_start(cli: Cli, describe
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["task.reward=task.rewrad", "task.tools=[task.duoble]", "algorithm.name=gpro", "sft.demos=task.deoms"],
+    "setting", ["task.reward=task.rewrad", "task.tools=[task.duoble]", "algorithm.name=gpro", "sft.demos=task.deoms"]
 )
 def test_a_dry_run_of_the_warm_start_finds_a_misspelt_name(cli: Cli, setting: str) -> None:
     ended = cli("sft", MINI, "--dry-run", setting)

@@ -117,15 +117,7 @@ def test_collect_then_imitate_then_train_evaluate_and_compare(cli: Cli, tmp_path
     assert evaluations[0]["panel"] == evaluations[1]["panel"]
 
     # the warm start is a model to train, evaluate, talk to and compare
-    ended = cli(
-        "train",
-        MINI,
-        *SHORT,
-        f"model.path={warm}",
-        "trainer.steps=1",
-        "--run",
-        rl,
-    )
+    ended = cli("train", MINI, *SHORT, f"model.path={warm}", "trainer.steps=1", "--run", rl)
     assert (ended.code, ended.err) == (0, "")
     assert RunDir.open(rl).read_metrics("eval")[0]["reward/mean"] == pytest.approx(evaluations[1]["reward/mean"])
     assert cli("chat", warm, "model.device=cpu", "--ask", "double 3").code == 0

@@ -108,10 +108,7 @@ def showed(step: int, *, hidden: float | None, actions: float = 3.0) -> dict[str
         (("policy=window", "turns=20"), "context.turns=20"),
         (("policy=drop_results", "keep=9"), "context.keep=9"),
         (("policy=notes", "turns=8"), "context.turns=8"),
-        (
-            ("policy=summary", "max_tokens=40", "summary_tokens=8"),
-            "context.max_tokens=40 and context.keep_turns=1",
-        ),
+        (("policy=summary", "max_tokens=40", "summary_tokens=8"), "context.max_tokens=40 and context.keep_turns=1"),
     ],
 )
 def test_a_policy_that_left_nothing_out_is_told_with_what_was_too_large(

@@ -27,12 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_is_served_until_ctrl_c(run: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "AGENT_R1_API_KEY": "from-shell",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AGENT_R1_API_KEY": "from-shell"}
     words = ["serve", str(run), "rollout.max_context_tokens=400", "--port", "0"]
     command = [sys.executable, "-m", "agent_r1.cli", *words]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -43,10 +43,7 @@ def test_unknown_kinds_and_fields_are_refused(override: str, message: str) -> No
         (["urls=[http://a:1]", "python=p"], r"exactly one of engine\.urls .* and engine\.python"),
         (["urls=[a:1]"], r"engine\.urls must be addresses .* not 'a:1'"),
         (["urls=[http://a:1,http://a:1]"], r"engine\.urls must be .* given once, not 'http://a:1'"),
-        (
-            ["python=p", "gpus=[0,1,2]", "tensor_parallel=2"],
-            r"engine\.gpus=\[0, 1, 2\] cannot be divided",
-        ),
+        (["python=p", "gpus=[0,1,2]", "tensor_parallel=2"], r"engine\.gpus=\[0, 1, 2\] cannot be divided"),
         (["python=p", "gpus=[0,0]"], r"engine\.gpus=\[0, 0\] cannot be divided"),
         (["python=p", "gpus=[0,1]", "servers=2"], r"engine\.servers is the number of servers on a CPU"),
         (["python=p", "tensor_parallel=2"], r"engine\.gpus=\[\] cannot be divided"),
