@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -21,14 +20,13 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from agent_r1 import __version__
 from agent_r1.cli.terminal import Interrupted, Terminal
 from agent_r1.config import RunConfig, change_config, load_config, parse_config, recipe_name
 from agent_r1.errors import ConfigError, RankError
 from agent_r1.ranks.crew import Crew
 from agent_r1.ranks.rank_env import place_of_rank
 from agent_r1.runs.reader import is_run, list_checkpoints
-from agent_r1.runs.run_dir import RunDir, new_run_path
+from agent_r1.runs.run_dir import RunDir, new_run_path, present_versions
 
 if TYPE_CHECKING:
     from agent_r1.build.plan import Plan
@@ -258,9 +256,9 @@ def _join_group(crew: RankCrew, job: Job) -> None:
         raise ConfigError("engine.device works with one rank: of several, each samples on its own GPU. Leave it out")
     crew.connect(on_gpu=model_device(job.config).type == "cuda")
     settings = job.config.model_dump(exclude={"recipe"})  # `recipe` is a path, which may differ between hosts
-    facts = {name: version(name) for name in ("torch", "transformers")} | flatten(settings)
-    facts["agent-r1"] = __version__
+    facts = {**present_versions(), **flatten(settings)}
     facts["code of the recipe"] = code_digest(named_code(job.config), recipe=job.config.recipe)
+    del facts["python"]  # may differ
     crew.check_same({**facts, "step to continue from": job.done})
 
 
