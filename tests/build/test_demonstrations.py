@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from agent_r1.errors import DataError
 from agent_r1.tokens.rendering import Renderer
 from agent_r1.types import Trajectory
 from tests.chatml import tokenizer
+from tests.cli.test_cli import recipe
 from tests.mini.task import demos
 
 MINI = str(Path(__file__).parents[1] / "mini")
@@ -83,11 +83,9 @@ def test_demonstrations_that_exceed_the_limit_of_a_role_name_it() -> None:
     ],
 )
 def test_invalid_demonstrations_are_refused_with_their_index(tmp_path: Path, made: str, message: str) -> None:
-    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
-    with (recipe / "task.py").open("a", encoding="utf-8") as file:
-        file.write(f"def mine(count, seed):\n    good = demos(2, seed)\n    return {made}\n")
+    folder = recipe(tmp_path / "recipe", f"def mine(count, seed):\n    good = demos(2, seed)\n    return {made}\n")
     with pytest.raises(DataError, match=message):
-        played("sft.demos=task.mine", recipe=str(recipe))
+        played("sft.demos=task.mine", recipe=str(folder))
 
 
 IMPATIENT = """
@@ -106,13 +104,11 @@ def mine(count, seed):
 
 
 def test_an_env_that_ends_a_demonstration_at_a_budget_of_its_own_has_reached_none_of_the_run_s(tmp_path: Path) -> None:
-    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
-    with (recipe / "task.py").open("a", encoding="utf-8") as file:
-        file.write(IMPATIENT)
+    folder = recipe(tmp_path / "recipe", IMPATIENT)
     mine = ["sft.demos=task.mine", "task.env=task.Impatient", "task.tools=[]"]
     with pytest.raises(DataError, match="has 2 texts but its episode ended after 1 steps with 'max_steps'"):
-        played(*mine, "sft.count=2", recipe=str(recipe))
-    assert len(played(*mine, "sft.count=1", recipe=str(recipe))[0]) == 2
+        played(*mine, "sft.count=2", recipe=str(folder))
+    assert len(played(*mine, "sft.count=1", recipe=str(folder))[0]) == 2
 
 
 WAITING = """
@@ -143,11 +139,9 @@ def mine(count, seed):
 
 
 def test_when_one_fails_the_others_end_and_close_their_envs(tmp_path: Path) -> None:
-    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
-    with (recipe / "task.py").open("a", encoding="utf-8") as file:
-        file.write(WAITING)
-    config = load_config(str(recipe), ["sft.demos=task.mine", "task.env=task.Waiting", "task.tools=[]"])
-    env = resolve("task.Waiting", recipe=str(recipe))
+    folder = recipe(tmp_path / "recipe", WAITING)
+    config = load_config(str(folder), ["sft.demos=task.mine", "task.env=task.Waiting", "task.tools=[]"])
+    env = resolve("task.Waiting", recipe=str(folder))
 
     async def play() -> int:
         with pytest.raises(DataError, match=r"^demonstration 1 \(train-1\) failed when played: KeyError: 'broken'"):
@@ -159,14 +153,13 @@ def test_when_one_fails_the_others_end_and_close_their_envs(tmp_path: Path) -> N
 
 
 def test_demonstrations_whose_first_prompt_is_too_long_are_left_out(tmp_path: Path) -> None:
-    recipe = Path(shutil.copytree(MINI, tmp_path / "recipe", ignore=shutil.ignore_patterns("__pycache__")))
-    with (recipe / "task.py").open("a", encoding="utf-8") as file:
-        file.write(
-            "def mine(count, seed):\n"
-            "    long = TaskRow(prompt=[{'role': 'user', 'content': '1' * 600}], row_id='long')\n"
-            "    return [*demos(3, seed), (long, ['it is long']), *demos(2, seed)]\n"
-        )
-    trajectories, said = played("sft.demos=task.mine", "rollout.max_context_tokens=512", recipe=str(recipe))
+    folder = recipe(
+        tmp_path / "recipe",
+        "def mine(count, seed):\n"
+        "    long = TaskRow(prompt=[{'role': 'user', 'content': '1' * 600}], row_id='long')\n"
+        "    return [*demos(3, seed), (long, ['it is long']), *demos(2, seed)]\n",
+    )
+    trajectories, said = played("sft.demos=task.mine", "rollout.max_context_tokens=512", recipe=str(folder))
     assert [trajectory.row_id for trajectory in trajectories] == [f"train-{i}" for i in (0, 1, 2, 0, 1)]
     assert [line[:22] for line in said] == ["1 of 6 demonstrations "]
     assert said[0].endswith("row long: rollout.max_context_tokens is 512")

@@ -92,11 +92,14 @@ def tools(settings: RunConfig) -> dict[str, Any]:
 # Tools
 
 
-def test_a_tool_class_is_created_with_its_settings(folder: Path) -> None:
+def test_all_episodes_share_a_tool_that_was_created_with_its_settings(folder: Path) -> None:
     given = config(folder, "task.tools=[task.shout,task.Scale]", "task.tool_kwargs={scale: {factor: 3, offset: 1}}")
-    made = tools(given)
-    assert list(made) == ["shout", "scale"]
-    assert (made["scale"].factor, made["scale"].offset) == (3, 1)
+    made, again = tools(given), tools(given)
+    assert list(made) == list(again) == ["shout", "scale"]
+    assert (made["scale"].factor, made["scale"].offset) == (again["scale"].factor, again["scale"].offset) == (3, 1)
+    task = build_task(given)
+    envs = [flow.make_env(row) for row in task.test_rows() if isinstance(flow := task.make_flow(row), AgentEnvLoop)]
+    assert len({id(env._tools["scale"]) for env in envs}) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -219,13 +222,10 @@ def test_functions_with_a_parameter_path_get_data_path(folder: Path) -> None:
     [row] = build_task(given).test_rows()
     assert row.prompt[0]["content"] == "test 0 of /my/data"
     assert recipe_function("task.kept_demos", given)(count=2, seed=0) == (2, 0, "/my/data")
+    for one in ("task.rows=task.kept_rows", "sft.demos=task.kept_demos"):  # one that takes it is enough
+        build_task(config(folder, one, "data.path=/my/data"))
     without = config(folder, "task.rows=task.kept_rows", "eval.rows=1")
     assert build_task(without).test_rows()[0].prompt[0]["content"] == "test 0 of None"
-
-
-@pytest.mark.parametrize("taker", ["task.rows=task.kept_rows", "sft.demos=task.kept_demos"])
-def test_one_function_that_takes_the_path_is_enough(folder: Path, taker: str) -> None:
-    build_task(config(folder, taker, "data.path=/my/data"))
 
 
 @pytest.mark.parametrize("overrides", [[], ["sft.demos=task.demos"], ["task.rows='{split}.jsonl'"]])
@@ -245,21 +245,16 @@ def test_data_are_prepared_where_the_recipe_reads_them(
     assert said == ["one file written"]
 
 
-def test_the_command_writes_data_to_a_folder_and_says_how_to_use_them(folder: Path, tmp_path: Path, cli: Cli) -> None:
-    (folder / "data.py").write_text(DATA, encoding="utf-8")
-    ended = cli("data", "recipe", folder, "--to", tmp_path / "here")
-    assert ended.code == 0
-    assert (tmp_path / "here" / "rows.txt").is_file()
-    assert "one file written" in ended.out
-    assert f"train {folder} data.path={tmp_path / 'here'}" in ended.out
-
-
-def test_prepare_gets_the_folder_of_a_copy_if_it_takes_one(folder: Path, tmp_path: Path, cli: Cli) -> None:
+def test_the_command_writes_data_to_a_folder_from_a_copy_and_says_how_to_use_them(
+    folder: Path, tmp_path: Path, cli: Cli
+) -> None:
     copied = DATA.replace("report):", "report, source=None):").replace('"all of them"', "str(source)")
     (folder / "data.py").write_text(copied, encoding="utf-8")
     ended = cli("data", "recipe", folder, "--from", tmp_path / "copy", "--to", tmp_path / "here")
     assert ended.code == 0
     assert (tmp_path / "here" / "rows.txt").read_text() == str(tmp_path / "copy")
+    assert "one file written" in ended.out
+    assert f"train {folder} data.path={tmp_path / 'here'}" in ended.out
 
 
 @pytest.mark.parametrize("bundled", [False, True])
@@ -282,16 +277,6 @@ def test_a_recipe_without_data_says_so(folder: Path, cli: Cli) -> None:
         prepare_data("quickstart", None, print)
 
 
-@pytest.mark.parametrize(
-    ("rows", "is_file"),
-    [
-        ("train.parquet", True),
-        ("{split}.jsonl", True),
-        ("{split}.jsonl.gz", True),
-        ("data/", True),
-        ("hf:gsm8k", True),
-        ("task.rows", False),
-    ],
-)
-def test_rows_are_a_file_or_a_function_by_their_name(rows: str, is_file: bool) -> None:
-    assert is_data_source(rows) is is_file
+def test_rows_are_a_file_or_a_function_by_their_name() -> None:
+    assert all(map(is_data_source, ["train.parquet", "{split}.jsonl", "{split}.jsonl.gz", "data/", "hf:gsm8k"]))
+    assert not is_data_source("task.rows")

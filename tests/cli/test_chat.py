@@ -288,9 +288,11 @@ def test_answers_are_drawn_as_in_evaluation(run: Path) -> None:
 
 
 def test_what_comes_through_a_pipe_is_shown_as_if_it_had_been_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, _ = scripted("hi")
+    chat, _ = scripted("hi", "hi")
     shown_after_introduction = looped(chat, "hello [/b] :100:\n/quit\n", monkeypatch)[2:]
     assert shown_after_introduction == ["you   hello [/b] :100:", "agent hi", "you   /quit"]
+    by_a_terminal = looped(chat, "hello\n/quit\n", monkeypatch, Terminal)  # which shows it by itself
+    assert not any("hello" in line for line in by_a_terminal)
 
 
 def test_ctrl_c_at_the_prompt_ends_the_program_at_once_with_exit_code_0(run: Path) -> None:
@@ -337,8 +339,3 @@ def test_a_world_that_does_not_show_the_question_says_what_it_shows_instead() ->
         "agent a piano",
         "env   no",
     ]
-
-
-def test_a_terminal_shows_what_is_typed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, _ = scripted("hi")
-    assert not any("hello" in line for line in looped(chat, "hello\n/quit\n", monkeypatch, Terminal))

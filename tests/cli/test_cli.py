@@ -81,15 +81,6 @@ def test_a_dry_run_of_the_warm_start_speaks_of_the_warm_start(cli: Cli, describe
     assert plan in cli("sft", MINI, "--dry-run", *own).out
 
 
-@pytest.mark.parametrize(
-    "setting", ["task.reward=task.rewrad", "task.tools=[task.duoble]", "algorithm.name=gpro", "sft.demos=task.deoms"]
-)
-def test_a_dry_run_of_the_warm_start_finds_a_misspelt_name(cli: Cli, setting: str) -> None:
-    ended = cli("sft", MINI, "--dry-run", setting)
-    assert ended.code == 2
-    assert "Did you mean" in ended.err
-
-
 @pytest.mark.parametrize("value", ["[", "{", "${", "'", "a: b: c"])
 def test_a_value_that_is_no_yaml_is_an_error_about_that_value(cli: Cli, described: Path, value: str) -> None:
     ended = cli("eval", described, f"eval.rows={value}")
