@@ -42,7 +42,7 @@ def check_requirements(config: RunConfig) -> None:
         return
     for name, sampling in (("eval", config.eval), ("rollout", config.rollout)):
         if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ConfigError(f"trainer.deterministic: {name}.top_p and {name}.top_k are not deterministic on a GPU")
+            raise ConfigError(f"{name}.top_p and {name}.top_k do not work on a GPU with trainer.deterministic=true")
 
 
 def check_device(config: RunConfig) -> None:

@@ -195,6 +195,6 @@ def _whole_blocks(config: RunConfig, tokens: int, *, setting: str) -> int:
     held, longest = tokens // BLOCK_SIZE * BLOCK_SIZE, config.rollout.max_context_tokens
     if held < longest:
         raise ConfigError(
-            f"the engine's cache holds {held} tokens, less than rollout.max_context_tokens={longest}: raise {setting}"
+            f"a cache of {tokens} tokens holds {held}, less than rollout.max_context_tokens={longest}: raise {setting}"
         )
     return held

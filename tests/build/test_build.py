@@ -398,10 +398,10 @@ def test_the_engine_is_sized_for_the_maximum_number_of_episodes(changes: list[st
         # 16 blocks of 32 are 512
         (
             ["engine.max_cached_tokens=530", "rollout.max_context_tokens=530"],
-            r"of 530 tokens holds 512 .*max_context_tokens=530",
+            r"of 530 tokens holds 512.*max_context_tokens=530",
         ),
-        (["engine.max_cached_tokens=300"], r"holds 288 .*=4096: raise engine\.max_cached_tokens"),
-        (["rollout.max_context_tokens=131073"], r"holds 131072 .*=131073: raise engine\.max_cached_tokens"),
+        (["engine.max_cached_tokens=300"], r"holds 288.*=4096: raise engine\.max_cached_tokens"),
+        (["rollout.max_context_tokens=131073"], r"holds 131072.*=131073: raise engine\.max_cached_tokens"),
         (["engine.max_cached_tokens=544", "rollout.max_context_tokens=530"], None),
         (["rollout.max_context_tokens=131072"], None),
     ],

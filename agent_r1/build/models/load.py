@@ -234,8 +234,9 @@ def _check_template_kwargs(config: RunConfig, tokenizer: Any) -> None:
     given, template = config.model.template_kwargs, tokenizer.chat_template
     if not given or not template:
         return
-    words = set(re.findall(r"\w+", " ".join(template.values()) if isinstance(template, dict) else template))
-    words -= RENDERER_ARGUMENTS
+    source = " ".join(template.values()) if isinstance(template, dict) else template
+    code = " ".join(re.findall(r"\{[{%].*?[%}]\}", source, re.DOTALL))
+    words = set(re.findall(r"\w+", code)) - RENDERER_ARGUMENTS
     for name in given:
         if name not in words:
             near = nearest(name, words)
