@@ -5,7 +5,6 @@ Only `build/` and the command line read this tree; everything below them takes p
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -20,26 +19,12 @@ ADAPTERS |= {"harbor": "harbor", "openenv": "openenv_env"}
 class Section(BaseModel):
     # Strict: `true` is not a number, 1 is not a boolean. Only settings of a user's env may be infinite.
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
 
-def read_switch(value: Any) -> Any:
-    """Read on and off as YAML does."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def with_default(value: Any, **choice: str) -> Any:
-    """Fill in the defaults of a section."""
-    return choice | value if isinstance(value, dict) else value
-
-
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(read_switch)]
+_SWITCH = {"True": "on", "False": "off"}  # YAML reads on and off as booleans
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(lambda value: _SWITCH.get(str(value), value))]
 Decay = Literal["constant", "linear", "cosine"]  # how a learning rate falls after its warm-up
 Tracker = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -250,7 +235,7 @@ class NotesContext(ContextSection):
 ContextConfig = Annotated[
     AppendContext | WindowContext | DropResultsContext | SummaryContext | RewriteContext | NotesContext,
     Field(discriminator="policy"),
-    BeforeValidator(partial(with_default, policy=DEFAULT_CONTEXT)),
+    BeforeValidator(lambda value: {"policy": DEFAULT_CONTEXT} | value if isinstance(value, dict) else value),
 ]
 
 
@@ -302,7 +287,7 @@ class VLLMEngineConfig(Section):
 EngineConfig = Annotated[
     LocalEngineConfig | TransformersEngineConfig | VLLMEngineConfig,
     Field(discriminator="kind"),
-    BeforeValidator(partial(with_default, kind=DEFAULT_ENGINE)),
+    BeforeValidator(lambda value: {"kind": DEFAULT_ENGINE} | value if isinstance(value, dict) else value),
 ]
 
 

@@ -44,16 +44,12 @@ MAX_README_LINES = 150
 SHARED_NAMES = {
     "base.py": "the protocol or base class of its folder",
     "checks.py": "checks of settings alone, and checks that need the built parts",
-    "check.py": "`agent-r1 check` and the checks that it runs",
-    "collect.py": "`agent-r1 collect` and the collector that it runs",
     "context.py": "context policies and the settings that choose one",
     "errors.py": "the errors of the package and how the config words its errors",
-    "layers.py": "layers of settings and layers of a network",
     "learner.py": "the learner and how it is built",
     "load.py": "how the config and how models are read",
     "process.py": "a process that hosts environments and one that runs Python for a tool",
     "schema.py": "the schema of the config and that of tools",
-    "sft.py": "`agent-r1 sft` and the training that it runs",
     "tool.py": "the tool of its folder",
     "trainer.py": "the trainer and how it is built",
 }
