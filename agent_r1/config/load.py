@@ -16,7 +16,7 @@ from agent_r1.algorithm_names import check_early
 from agent_r1.config.checks import Tree, check_idle, check_together, value_of
 from agent_r1.config.errors import explain
 from agent_r1.config.recipes import PYTHON, RECIPES, recipe_file, split_presets
-from agent_r1.config.schema import DEFAULT_CONTEXT, DEFAULT_ENGINE, RunConfig
+from agent_r1.config.schema import DEFAULT_ENGINE, RunConfig
 from agent_r1.errors import ConfigError, did_you_mean
 
 PAIRS = (("model.path", "model.make"), ("sft.demos", "sft.trajectories"), ("gateway.agent", "gateway.command"))
@@ -98,7 +98,8 @@ def merge_layers(layers: Sequence[DictConfig]) -> list[Any]:
         below = stages[-1].copy()
         if value_of(new, "algorithm.name") not in (None, value_of(old, "algorithm.name")):
             OmegaConf.update(below, "algorithm.settings", {}, merge=False)
-        if value_of(new, "context.policy") not in (None, value_of(old, "context.policy") or DEFAULT_CONTEXT):
+        policy, other_policy = value_of(new, "context.policy"), value_of(old, "context.policy")
+        if None not in (policy, other_policy) and policy != other_policy:
             below.context = {"reasoning": value_of(old, "context.reasoning")}  # every policy has this setting
         if value_of(new, "engine.kind") not in (None, value_of(old, "engine.kind") or DEFAULT_ENGINE):
             below.engine = {}

@@ -189,14 +189,20 @@ def extended(path: Path, steps: int) -> RunDir:
     return RunDir.open(path)
 
 
+def assert_resumes_exactly(folder: Path, *settings: str) -> None:
+    """Train a run `whole`, and continue a copy of it that was killed before its last save."""
+    trained(folder / "whole", *settings)
+    shutil.copytree(folder / "whole", folder / "half")
+    shutil.rmtree(folder / "half" / "checkpoints" / "step_000004")
+    resumed(RunDir.open(folder / "half"))
+    assert numbers(folder / "half") == numbers(folder / "whole")
+
+
 @pytest.mark.parametrize("share", ["lora.share_base=false", "lora.share_base=true"])
 def test_a_run_with_adapters_resumes_exactly_and_leaves_a_plain_model(tmp_path: Path, share: str) -> None:
     pytest.importorskip("peft")
     settings = (*ADAPTERS, share, "algorithm.kl_coef=0.1", "learner.lr=1e-2")
-    trained(tmp_path / "whole", *settings)
-    trained(tmp_path / "half", *settings, "trainer.steps=2")
-    resumed(extended(tmp_path / "half", 4))
-    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
+    assert_resumes_exactly(tmp_path, *settings)
     steps = [record for record in numbers(tmp_path / "whole") if record["kind"] == "train"]
     assert all(record["mismatch_max"] < 1e-4 for record in steps)  # the engine has the adapters, merged or not
     assert steps[-1]["kl_to_reference"] > 0
@@ -257,11 +263,7 @@ def test_a_run_with_a_schedule_reshuffled_epochs_and_a_normalising_critic_resume
         "critic={schedule: linear, normalize_returns: true, value_clip: 0.5}",
         "eval.rows=2",
     )
-    trained(tmp_path / "whole", *settings)
-    trained(tmp_path / "half", *settings)
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step_000004")  # as if killed before it was saved
-    resumed(RunDir.open(tmp_path / "half"))
-    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
+    assert_resumes_exactly(tmp_path, *settings)
     steps = [record for record in numbers(tmp_path / "whole") if record["kind"] == "train"]
     # 4 steps of 4 planned updates each, after which the rate is a tenth; dropped updates are counted as planned
     assert steps[-1]["lr"] < 0.5e-3 < steps[0]["lr"]
@@ -273,11 +275,7 @@ def test_a_run_with_moments_in_8_bits_resumes_exactly(tmp_path: Path, changes: t
     if "lora" in changes[0]:
         pytest.importorskip("peft")
     settings = (*changes, "learner.optimizer_state=8bit", "learner.lr=1e-3", "eval.rows=2")
-    trained(tmp_path / "whole", *settings)
-    trained(tmp_path / "half", *settings)
-    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step_000004")  # as if killed before it was saved
-    resumed(RunDir.open(tmp_path / "half"))
-    assert numbers(tmp_path / "half") == numbers(tmp_path / "whole")
+    assert_resumes_exactly(tmp_path, *settings)
     _, checkpoint = latest_checkpoint(tmp_path / "whole" / "checkpoints")
     codes = load_state(checkpoint)["learner"]["optimizer"]["adam"]["state"][0]
     assert (codes["exp_avg"].dtype, codes["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)

@@ -231,7 +231,7 @@ def test_a_wrong_setting_is_an_error_that_helps(recipe: str, overrides: list[str
     ("policy", "more", "message"),
     [
         ("window", ["task.flow=single_step"], r"context\.policy=window .*SingleStepFlow"),
-        ("window", ["task.flow=task.Own"], r"flow Own, .*uses_context = True"),
+        ("window", ["task.flow=task.Own"], r"flow Own\. .*uses_context = True"),
         ("window", ["task.flow=task.Aware"], None),
         ("append", ["task.flow=task.Own"], None),
         ("rewrite", ["context.function=task.nowhere"], r"task has no 'nowhere'"),
