@@ -250,7 +250,7 @@ def test_sft_on_a_run_takes_its_good_training_episodes_only(finished: Path, tmp_
     [record] = [record for record in numbers(tmp_path / "own") if record["kind"] == "sft"]
     assert record["trajectories"] == len(good)
     config = mini(*source, "sft.min_reward=99")
-    with pytest.raises(DataError, match=r"no trajectory under .* reward of at least 99"):
+    with pytest.raises(DataError, match=r"no trajectory under .* reward of at least sft\.min_reward=99"):
         run_sft(config, build_task(config), RunDir.create(tmp_path / "none", config), console())
 
 
