@@ -54,14 +54,14 @@ class ScriptedEngine:
         self._aborted: set[str] = set()
 
     async def generate(self, prompt: Prompt, sampling: Sampling, *, session: str) -> Completion:
-        respond = self._begin(prompt, sampling, session)
+        completion = self._respond(prompt, sampling, session)
         if self._delay:
             await asyncio.sleep(self._delay)
-        return respond()
+        return completion
 
     async def stream(self, prompt: Prompt, sampling: Sampling, *, session: str, on_tokens: OnTokens) -> Completion:
         """Report the tokens one by one, `delay` apart, until the session is aborted."""
-        completion = self._begin(prompt, sampling, session)()
+        completion = self._respond(prompt, sampling, session)
         for index, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
             if session in self._aborted:
                 return replace(completion.first(index), stop="abort")
@@ -69,8 +69,8 @@ class ScriptedEngine:
             on_tokens([token], [logprob])
         return completion
 
-    def _begin(self, prompt: Prompt, sampling: Sampling, session: str) -> Callable[[], Completion]:
-        """Record a request; returns what computes its completion."""
+    def _respond(self, prompt: Prompt, sampling: Sampling, session: str) -> Completion:
+        """Record a request and look up its completion, which ends at the first stop id or at max_tokens."""
         call = ScriptedCall(
             prompt_ids=list(prompt.ids),
             sampling=sampling,
@@ -78,10 +78,14 @@ class ScriptedEngine:
             turn=self._turns[session],
             media=prompt.media,
         )
-        index, version = len(self.calls), self.version
         self.calls.append(call)
         self._turns[session] += 1
-        return lambda: _truncate(self._completion(self._response(call, index), sampling), sampling, version)
+        completion = self._completion(self._response(call), sampling)
+        ids = completion.token_ids
+        end = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
+        kept = min(end, sampling.max_tokens)
+        stop = "length" if kept < end else completion.stop
+        return replace(completion.first(kept), stop=stop, versions=((self.version, kept),) if kept else ())
 
     def release(self, session: str) -> None:
         self.released.append(session)
@@ -97,12 +101,12 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Does nothing."""
 
-    def _response(self, call: ScriptedCall, index: int) -> Response:
+    def _response(self, call: ScriptedCall) -> Response:
         if callable(self._responses):
             return self._responses(call)
-        if index >= len(self._responses):
-            raise RolloutError(f"the script has no response {index + 1} for session {call.session!r}")
-        return self._responses[index]
+        if len(self.calls) > len(self._responses):
+            raise RolloutError(f"the script has no response {len(self.calls)} for session {call.session!r}")
+        return self._responses[len(self.calls) - 1]
 
     def _completion(self, response: Response, sampling: Sampling) -> Completion:
         if isinstance(response, Completion):
@@ -114,12 +118,3 @@ class ScriptedEngine:
         else:
             ids = list(response)
         return Completion(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
-
-
-def _truncate(completion: Completion, sampling: Sampling, version: int) -> Completion:
-    """End a response at the first stop id or at max_tokens."""
-    ids = completion.token_ids
-    end = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
-    kept = min(end, sampling.max_tokens)
-    stop = "length" if kept < end else completion.stop
-    return replace(completion.first(kept), stop=stop, versions=((version, kept),) if kept else ())

@@ -68,12 +68,6 @@ def test_completions_carry_the_version_of_the_weights_loaded_before_them() -> No
     assert ask(engine, [0]).versions == ((7, 1),)
 
 
-def test_media_of_a_prompt_is_recorded() -> None:
-    engine = ScriptedEngine([[1]])
-    asyncio.run(engine.generate(Prompt([0], media=(PICTURE,)), Sampling(max_tokens=1), session="s"))
-    assert engine.calls[0].media == (PICTURE,)
-
-
 def test_an_aborted_response_is_continued_from_its_own_tokens_until_it_ends() -> None:
     def part(ids: list[int], support: list[list[int]]) -> Completion:
         stop: Literal["stop", "abort"] = "stop" if STOP in ids else "abort"
