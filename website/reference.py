@@ -26,7 +26,7 @@ TOPICS = {
             ("runs.reader", "RunReader"),
             ("runs.trajectories", "read_trajectories transcript"),
             ("runs.outcomes", "EvalRecord"),
-            ("runs.compare", "Side Comparison find_sides compare"),
+            ("runs.compare", "Side find_sides compare"),
             ("runs.statistics", "PairedDifference paired_difference"),
         ),
     ),
@@ -94,8 +94,7 @@ TOPICS = {
         "Data",
         "Where rows and pictures come from. [Recipes](../recipes.md), [pictures](../vision.md).",
         (
-            ("data.rows", "load_rows"),
-            ("data.columns", "map_columns"),
+            ("data.rows", "load_rows map_columns"),
             ("data.downloads", "Report data_folder fetch"),
             ("data.panels", "panel_hash"),
             ("vision.pictures", "Picture pictures_of"),
