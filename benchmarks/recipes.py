@@ -109,7 +109,7 @@ class Job:
                 for record in evaluated
             ],
             "splits": {split: _split(run / "evals" / f"{split}.json") for split in self.splits},
-            "gains": {measure: asdict(gain) for measure, gain in comparison.differences.items()},
+            "gains": {measure: asdict(gain) for measure, gain in comparison.items()},
             "train_success": [round(record["success"], 4) for record in training],
             **{name: found for name in DIAGNOSTICS if (found := [r[name] for r in training if name in r])},
             "seconds_per_step": [round(r["time/collect"] + r["time/update"], 2) for r in training],
