@@ -21,11 +21,11 @@ from agent_r1.errors import ConfigError, TrainingError
 from agent_r1.learn.batch.minibatch import (
     Columns,
     MiniBatch,
+    RegularizedLoss,
     columns_at,
     culprits,
     layout,
     layout_metrics,
-    mismatch_report,
     prepare,
     reshuffle,
     share_out,
@@ -35,7 +35,7 @@ from agent_r1.learn.batch.packs import Pack, merge_steps, nested, split_evenly
 from agent_r1.learn.batch.support import Supports, supports_of
 from agent_r1.learn.batch.tree import PrefixSharing
 from agent_r1.learn.credit import Values
-from agent_r1.learn.losses import KL_PENALTIES, Correction, KLEstimator, LossInputs, LossOutput
+from agent_r1.learn.losses import Correction, KLEstimator, LossInputs, LossOutput
 from agent_r1.learn.model.critic import Critic, value_report, with_last_state
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.learn.optimizer import Optimizer, Schedule, warmup
@@ -358,22 +358,11 @@ class Learner:
         logprobs_T, entropy_T = self.policy.score(
             hidden_TD, part, temperature=self.temperature, entropy_gradient=self.entropy_coef > 0
         )
-        output = self.loss(columns.loss_inputs(logprobs_T, part.step_ids_T, batch.counts))
         batch.note(part.columns_T, ratios=(logprobs_T - columns.old_logprobs_R).exp(), entropies=entropy_T)
-        loss, sums, maxima = output.loss, output.sums | {"entropy": entropy_T.detach().sum()}, output.maxima
-        if self.entropy_coef > 0:
-            loss = loss - self.entropy_coef * entropy_T.sum() / batch.counts.tokens
-        if self.kl_coef > 0:
-            assert columns.reference_logprobs_R is not None
-            assert self.kl_estimator is not None
-            kl_T = KL_PENALTIES[self.kl_estimator](logprobs_T, columns.reference_logprobs_R, columns.old_logprobs_R)
-            # The KL is estimated from the sampler's tokens, so it is corrected like the loss. The entropy is exact.
-            loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / batch.counts.tokens
-            sums["kl_to_reference"] = kl_T.detach().sum()
-        if columns.sampler_logprobs_R is not None:
-            more, most = mismatch_report(columns)
-            sums, maxima = sums | more, maxima | most
-        return LossOutput(loss=loss, sums=sums, maxima=maxima), logprobs_T
+        loss = RegularizedLoss(
+            loss=self.loss, kl_coef=self.kl_coef, kl_estimator=self.kl_estimator, entropy_coef=self.entropy_coef
+        )
+        return loss.of(columns, logprobs_T, entropy_T, part.step_ids_T, batch.counts), logprobs_T
 
     def _skip(self, batch: MiniBatch, logprobs: list[Tensor], seen: dict[str, float]) -> None:
         """Leave the weights alone and count. Raise after too many in a row."""

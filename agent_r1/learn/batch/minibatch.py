@@ -29,7 +29,15 @@ from agent_r1.learn.batch.packs import (
     step_sizes,
     trajectory_sizes,
 )
-from agent_r1.learn.losses import Correction, Counts, LossInputs, ratio_report
+from agent_r1.learn.losses import (
+    KL_PENALTIES,
+    Correction,
+    Counts,
+    KLEstimator,
+    LossInputs,
+    LossOutput,
+    ratio_report,
+)
 from agent_r1.ranks.crew import OneProcess
 from agent_r1.types import CreditedTrajectory, PerToken, Trajectory
 
@@ -198,6 +206,38 @@ def with_own_logprobs(batch: MiniBatch, logprobs: Callable[[Pack], Tensor], corr
             importance_R[index_T] = correction.weights(learner_R[index_T], sampler_R[index_T], part.step_ids_T)
         importance_R = batch.share.exchange(importance_R)
     return batch.with_columns(old_logprobs_R=learner_R, importance_R=importance_R, sampler_logprobs_R=sampler_R)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegularizedLoss:
+    """An algorithm's loss of a pack, with a KL to the reference and an entropy bonus."""
+
+    loss: Callable[[LossInputs], LossOutput]
+    kl_coef: float
+    kl_estimator: KLEstimator | None  # required with kl_coef
+    entropy_coef: float
+
+    def of(
+        self, columns: Columns, logprobs_T: Tensor, entropy_T: Tensor | None, step_ids_T: Tensor, counts: Counts
+    ) -> LossOutput:
+        """`columns` are those of the pack."""
+        output = self.loss(columns.loss_inputs(logprobs_T, step_ids_T, counts))
+        loss, sums, maxima = output.loss, dict(output.sums), output.maxima
+        if entropy_T is not None:
+            sums["entropy"] = entropy_T.detach().sum()
+            if self.entropy_coef > 0:
+                loss = loss - self.entropy_coef * entropy_T.sum() / counts.tokens
+        if self.kl_coef > 0:
+            assert self.kl_estimator is not None
+            assert columns.reference_logprobs_R is not None
+            kl_T = KL_PENALTIES[self.kl_estimator](logprobs_T, columns.reference_logprobs_R, columns.old_logprobs_R)
+            # The KL is estimated from the sampler's tokens, so it is corrected like the loss. The entropy is exact.
+            loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / counts.tokens
+            sums["kl_to_reference"] = kl_T.detach().sum()
+        if columns.sampler_logprobs_R is not None and len(logprobs_T):
+            more, most = mismatch_report(columns)
+            sums, maxima = sums | more, maxima | most
+        return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
 
 def mismatch_report(columns: Columns) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

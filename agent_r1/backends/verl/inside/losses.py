@@ -11,7 +11,7 @@ Shape suffixes: N = tokens of a micro-batch, T = trained tokens of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from agent_r1.backends.verl.inside.schedule import set_rate
-from agent_r1.learn.batch.minibatch import Columns, mismatch_report
-from agent_r1.learn.losses import KL_PENALTIES, Counts, KLEstimator, LossInputs, LossOutput, value_loss
+from agent_r1.learn.batch.minibatch import Columns, RegularizedLoss
+from agent_r1.learn.losses import Counts, LossOutput, value_loss
 
 Metrics = dict[str, float]
 SUM, MAX, SHARE = "sum/", "max/", "share/"  # how the driver joins a metric: see `Tally`
@@ -31,13 +31,8 @@ VALUE_COLUMNS = ("values_R", "targets_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(RegularizedLoss):
     """Called by verl for every micro-batch of the policy."""
-
-    loss: Callable[[LossInputs], LossOutput]  # the algorithm's
-    kl_coef: float
-    kl_estimator: KLEstimator | None
-    entropy_coef: float
 
     def __call__(self, model_output: Mapping[str, Any], data: Any, dp_group: Any = None) -> tuple[Tensor, Metrics]:
         note_rate("policy", data)
@@ -46,36 +41,9 @@ class PolicyLoss:
         columns = columns_of(data, chosen_N, (*POLICY_COLUMNS, *POLICY_EXTRAS))
         counts = Counts(**{name: int(data[f"count_{name}"]) for name in COUNTS})
         step_ids_T = torch.unique(flat(data["step_ids"])[chosen_N], return_inverse=True)[1]
-        output = self.loss(columns.loss_inputs(logprobs_N[chosen_N], step_ids_T, counts))
-        entropy_N = flat(model_output["entropy"]).float() if "entropy" in model_output else None
-        output = self.with_penalties(output, columns, logprobs_N[chosen_N], entropy_N, chosen_N, counts)
+        entropy_T = flat(model_output["entropy"]).float()[chosen_N] if "entropy" in model_output else None
+        output = self.of(columns, logprobs_N[chosen_N], entropy_T, step_ids_T, counts)
         return _as_share(output, logprobs_N, data)
-
-    def with_penalties(
-        self,
-        output: LossOutput,
-        columns: Columns,
-        logprobs_T: Tensor,
-        entropy_N: Tensor | None,
-        chosen_N: Tensor,
-        counts: Counts,
-    ) -> LossOutput:
-        """Add entropy and KL, as `Learner` does."""
-        loss, sums, maxima = output.loss, dict(output.sums), dict(output.maxima)
-        if entropy_N is not None:
-            sums["entropy"] = entropy_N[chosen_N].detach().sum()
-            if self.entropy_coef > 0:
-                loss = loss - self.entropy_coef * entropy_N[chosen_N].sum() / counts.tokens
-        if self.kl_coef > 0:
-            assert self.kl_estimator is not None
-            assert columns.reference_logprobs_R is not None
-            kl_T = KL_PENALTIES[self.kl_estimator](logprobs_T, columns.reference_logprobs_R, columns.old_logprobs_R)
-            loss = loss + self.kl_coef * (columns.importance_R * kl_T).sum() / counts.tokens
-            sums["kl_to_reference"] = kl_T.detach().sum()
-        if columns.sampler_logprobs_R is not None and len(logprobs_T):
-            more, most = mismatch_report(columns)
-            sums, maxima = sums | more, maxima | most
-        return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
