@@ -64,13 +64,13 @@ def chunk_mlps(layers: Iterable[Any], tokens: int) -> None:
     it is still computed only twice: a checkpoint repeats a layer up to the last tensor that the backward pass needs,
     and `_Keep` makes that the input of the MLP.
     """
+    in_chunks = torch.compiler.disable(_in_chunks)  # not a decorator, which would import dynamo even for a dry run
     for layer in layers:
         if not hasattr(layer, "mlp"):
             raise ConfigError(f"cannot find the MLP of {type(layer).__name__}: leave out learner.mlp_chunk_tokens")
-        layer.mlp.forward = partial(_in_chunks, layer.mlp.forward, tokens)
+        layer.mlp.forward = partial(in_chunks, layer.mlp.forward, tokens)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_chunks(mlp: Any, tokens: int, x: Tensor) -> Tensor:
     """mlp: the bound method of a module."""
     if x.shape[-2] <= tokens or not torch.is_grad_enabled():
