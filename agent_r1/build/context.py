@@ -110,17 +110,23 @@ def check_keeps_reasoning(config: RunConfig, renderer: Renderer, *, calls_tools:
 
 
 def check_summary_budget(config: RunConfig, renderer: Renderer) -> None:
-    """Refuse token limits under which no summary could be written."""
+    """Refuse token limits under which no summary could be written, or one before nearly every action."""
     context, limit = config.context, config.rollout.max_context_tokens
     if not isinstance(context, SummaryContext):
         return
     asked: list[Message] = [{"role": "user", "content": "?"}]
-    before, after = (
+    exchange: list[Message] = [{"role": "assistant", "content": "?"}, *asked]
+    before, after, stays = (
         len(renderer.render(Observation(messages=messages)))
-        for messages in (asked, append_text(asked, context.instruction))
+        for messages in (asked, append_text(asked, context.instruction), asked + exchange * context.keep_turns)
     )
     if context.max_tokens + after - before + context.summary_tokens > limit:
         raise ConfigError(
             f"context.max_tokens={context.max_tokens}, context.instruction ({after - before} tokens) and "
             f"context.summary_tokens={context.summary_tokens} exceed rollout.max_context_tokens={limit}: lower one"
+        )
+    if context.max_tokens < stays:
+        raise ConfigError(
+            f"context.max_tokens={context.max_tokens} is too small: what is never summarised, the first observation "
+            f"and the last exchanges (context.keep_turns={context.keep_turns}), takes at least {stays} tokens"
         )

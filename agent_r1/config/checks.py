@@ -33,6 +33,7 @@ def check_together(config: RunConfig) -> None:
     _check_engine(config)
     _check_context(config)
     _check_training(config)
+    _check_strict(config.model_dump())
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise ConfigError("eval.samples > 1 with eval.temperature=0 repeats one greedy attempt; set a temperature")
     if config.eval.temperature == 0 and (config.eval.top_p < 1 or config.eval.top_k > 0):
@@ -91,6 +92,9 @@ def _check_training(config: RunConfig) -> None:
     algorithm, correction, rollout = config.algorithm, config.correction, config.rollout
     if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k3":
         raise ConfigError("algorithm.kl_estimator applies only with algorithm.kl_in=loss; a KL in the reward uses k1")
+    chunk, pack = config.learner.mlp_chunk_tokens, config.learner.max_tokens_per_pack
+    if chunk is not None and pack is not None and chunk >= pack:
+        raise ConfigError(f"learner.mlp_chunk_tokens={chunk} does nothing with learner.max_tokens_per_pack={pack}")
     elsewhere = config.engine.kind != "local" or config.engine.device is not None
     if config.lora is not None and config.lora.share_base and elsewhere:
         raise ConfigError("lora.share_base needs engine.kind=local without engine.device: the two share memory")
@@ -104,6 +108,13 @@ def _check_training(config: RunConfig) -> None:
         )
 
 
+def _check_strict(tree: Tree) -> None:
+    for (needed, has_effect), settings in STRICT:
+        for setting in settings:
+            if value_of(tree, setting) and not has_effect(tree):
+                raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
+
+
 def check_idle(written: Sequence[Tree], merged: Sequence[Tree]) -> None:
     """Refuse settings that have no effect; `merged` are the settings after each layer of the `written` ones.
 
@@ -113,7 +124,8 @@ def check_idle(written: Sequence[Tree], merged: Sequence[Tree]) -> None:
     for (needed, has_effect), settings in RULES:
         idle = [not has_effect(stage) for stage in merged]
         for setting in settings if idle[-1] else ():
-            given = [value_of(layer, setting) not in (None, False, [], {}) for layer in written]
+            values = [value_of(layer, setting) for layer in written]
+            given = [value is not False and value not in (None, [], {}) for value in values]  # 0 is given
             if any(map(all, zip(given, idle, strict=True))):
                 raise ConfigError(f"{setting} does nothing without {needed}; set that or leave {setting} out")
 
@@ -147,7 +159,7 @@ RULES: list[tuple[tuple[str, Callable[[Tree], bool]], list[str]]] = [
         _needs("sft.demos", "sft.trajectories"),
         [f"sft.{key}" for key in ("epochs", "batch_size", "lr", "warmup_steps", "schedule", "target_loss")],
     ),
-    (_needs("algorithm.kl_coef"), ["algorithm.kl_estimator", "algorithm.kl_in"]),
+    (_needs("algorithm.kl_coef"), [f"algorithm.{key}" for key in ("kl_estimator", "kl_in", "kl_target")]),
     (_needs("algorithm.kl_in", idle=(None, "loss"), which="=reward"), ["algorithm.kl_target"]),
     (_needs("algorithm.kl_target"), ["algorithm.kl_horizon"]),
     (  # only gigpo has it, by default not 0
@@ -166,13 +178,16 @@ RULES: list[tuple[tuple[str, Callable[[Tree], bool]], list[str]]] = [
         ["learner.min_lr_ratio"],
     ),
     (_needs("trainer.mode", idle=(None, "sync"), which="=async"), ["trainer.max_staleness"]),
-    (_needs("engine.kind", idle=("vllm",), which=" other than vllm"), ["model.fp32_head"]),
     (_needs("engine.python"), ["engine.gpus", "engine.servers", "engine.args"]),
     (_needs("engine.gpus", "engine.urls"), ["engine.sleep"]),
     (_needs("lora", idle=(None,)), ["engine.send_adapters"]),
     (_needs("gateway.command"), ["gateway.stdin", "gateway.env"]),
-    (_needs("task.flow", idle=("gateway",), which=" other than gateway"), ["task.tools", "task.env_kwargs"]),
     (_needs("backend", idle=(None, "local"), which="=verl"), ["verl"]),
+]
+# These are refused whichever layer sets them: nobody who chooses another engine, flow or rows means to give them up.
+STRICT: list[tuple[tuple[str, Callable[[Tree], bool]], list[str]]] = [
+    (_needs("engine.kind", idle=("vllm",), which=" other than vllm"), ["model.fp32_head"]),
+    (_needs("task.flow", idle=("gateway",), which=" other than gateway"), ["task.tools", "task.env_kwargs"]),
     (("task.rows that is a file or dataset", _reads_data), ["data.map"]),
     (("task.rows that is a function", lambda tree: not _reads_data(tree)), ["task.rows_kwargs"]),
 ]

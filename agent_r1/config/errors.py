@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from agent_r1.algorithm_names import PAPERS
 from agent_r1.errors import did_you_mean, nearest
 
 Section = type[BaseModel]
@@ -32,10 +33,13 @@ def explain(error: Any, root: Section) -> str:
         key, tag = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]
         return f"unknown {name}.{key} {tag!r}.{did_you_mean(tag, _tags(root.model_fields[path[0]].annotation, key))}"
     if error["type"] in ("model_type", "model_attributes_type"):  # the latter for a section of several kinds
-        fields = _fields(_sections(section.model_fields[path[-1]].annotation) if section is not None else [])
+        annotation = section.model_fields[path[-1]].annotation if section is not None else None
+        fields = _fields(_sections(annotation))
         choice = next((key for key in ("name", "policy", "kind") if key in fields), None)
-        meant = isinstance(value, str) and choice is not None
-        hint = f"Did you mean {name}.{choice}={value}?" if meant else f"Fields: {', '.join(fields)}"
+        hint = f"Fields: {', '.join(fields)}"
+        if isinstance(value, str) and choice is not None:
+            near = nearest(value, PAPERS if name == "algorithm" else _tags(annotation, choice))
+            hint = f"Did you mean {name}.{choice}={near or value}?"
         return f"{name}={_spell(value)}: {name} is a section. {hint}"
     message = error["msg"][0].lower() + error["msg"][1:]
     return f"{name}={_spell(value)}: {message}{_same_value(error['type'], value)}"

@@ -99,6 +99,7 @@ def test_settings_arrive_at_the_learner() -> None:
         (["model.fp32_head=true"], r"model\.fp32_head"),
         (["learner.activation_checkpointing=maybe"], r"activation_checkpointing"),
         (["learner.optimizer_state=int4"], r"optimizer_state"),
+        (["learner.mlp_chunk_tokens=64", "learner.max_tokens_per_pack=64"], r"mlp_chunk_tokens=64 does nothing"),
         (["lora.share_base=true", "engine={kind: vllm, urls: [http://x]}"], r"lora\.share_base needs"),
     ],
 )

@@ -48,6 +48,8 @@ def test_overrides_win_and_keep_their_types(recipe: str) -> None:
             "correction=truncate",
             "correction='truncate': correction is a section. Did you mean correction.kind=truncate?",
         ),
+        ("algorithm=gpro", "algorithm='gpro': algorithm is a section. Did you mean algorithm.name=grpo?"),
+        ("context=windo", "context='windo': context is a section. Did you mean context.policy=window?"),
         ("trainer=3", "trainer=3: trainer is a section. Fields: mode, "),
         ("trainer.steps", "override 'trainer.steps' is not of the form section.key=value"),
         ("trainer.steps=[1", "override 'trainer.steps=[1' cannot be read"),
@@ -161,6 +163,9 @@ def test_a_whole_number_stands_for_any_number_and_a_variable_can_be_read_as_one(
         (["engine={kind: vllm, python: p, sleep: true, gpus: [0]}"], None),
         (["engine={kind: vllm, python: p, send_adapters: true}"], "engine.send_adapters"),
         (["sft.trajectories=runs/a", "sft.count=3"], "sft.count"),
+        (["sft.min_reward=0"], "sft.min_reward"),
+        (["algorithm.kl_coef=0", "algorithm.kl_in=reward", "algorithm.kl_target=0.1"], "algorithm.kl_(in|target)"),
+        (["task.rows='{split}.jsonl'", "task.rows_kwargs={n: 3}"], "task.rows_kwargs"),
         (["algorithm.kl_coef=0", "algorithm.kl_estimator=k3"], "algorithm.kl_estimator"),  # also when it is the default
         (["sft.demos=task.demos", "sft.count=3", "sft.lr=0.1"], None),
         (["sft.trajectories=runs/a", "sft.min_reward=0.5", "sft.epochs=1"], None),
@@ -207,6 +212,26 @@ def test_overrides_may_turn_off_or_on_what_the_recipes_settings_belong_to(recipe
     assert load_config(recipe, ["algorithm.kl_coef=0.1"]).algorithm.kl_estimator == "k2"
     with pytest.raises(ConfigError, match=r"algorithm\.kl_estimator does nothing"):
         load_config(recipe)
+
+
+@pytest.mark.parametrize(
+    ("below", "override", "ignored"),
+    [
+        ("model: {fp32_head: true}", "engine={kind: vllm, python: p}", "model.fp32_head"),
+        ("gateway: {agent: task.agent}\ntask: {tools: [task.a]}", "task.flow=gateway", "task.tools"),
+        ("gateway: {agent: task.agent}\ntask: {env_kwargs: {a: 1}}", "task.flow=gateway", "task.env_kwargs"),
+        ("task: {rows_kwargs: {n: 3}}", "task.rows=rows.jsonl", "task.rows_kwargs"),
+        ("task: {rows: rows.jsonl}\ndata: {map: {prompt: q}}", "task.rows=task.rows", "data.map"),
+        ("algorithm: {kl_coef: 0.1, kl_in: reward}", ["algorithm.kl_coef=0", "algorithm.kl_target=0.1"], "kl_target"),
+    ],
+)
+def test_an_override_may_not_make_a_recipes_setting_idle_unnoticed(
+    recipe: str, below: str, override: str | list[str], ignored: str
+) -> None:
+    tree = OmegaConf.merge(OmegaConf.create(MINIMAL), OmegaConf.create(below))
+    Path(recipe).write_text(OmegaConf.to_yaml(tree), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{ignored} does nothing without"):
+        load_config(recipe, [override] if isinstance(override, str) else override)
 
 
 def test_a_missing_required_field_is_named(tmp_path: Path) -> None:

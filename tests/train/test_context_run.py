@@ -30,7 +30,7 @@ from agent_r1.learn.batch.packs import merge_steps
 from agent_r1.runs.outcomes import Subject
 from agent_r1.runs.run_dir import RunDir
 from agent_r1.runs.trajectories import read_trajectories
-from agent_r1.types import StopReason, TaskRow, Trajectory
+from agent_r1.types import Message, Observation, StopReason, TaskRow, Trajectory
 from tests.chatml import collector, renderer, row, tokenizer
 from tests.engines.engine_sides import assert_logprobs_match, both, engine
 from tests.engines.tiny_models import tiny
@@ -262,6 +262,23 @@ def test_a_context_budget_without_room_for_a_summary_is_refused(recipe: str) -> 
                 needed = r"instruction \(9 tokens\) .*=16 .*max_context_tokens=400"
                 with pytest.raises(ConfigError, match=needed):
                     make(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
+
+
+def test_a_context_budget_below_what_is_never_summarised_is_refused(recipe: str) -> None:
+    turn = len("<|im_start|>user\n?<|im_end|>\n")  # characters: each is one token, but the two control tokens
+    for keep_turns in (1, 2):
+        messages: list[Message] = [{"role": "user", "content": "?"}]
+        messages += [{"role": "assistant", "content": "?"}, *messages] * keep_turns
+        least = len(renderer().render(Observation(messages=messages)))
+        assert least < (2 * keep_turns + 2) * turn
+        for max_tokens in (least, least - 1):
+            chosen = config(recipe, "summary", f"context.max_tokens={max_tokens}", f"context.keep_turns={keep_turns}")
+            if max_tokens == least:
+                train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
+                continue
+            told = rf"context\.max_tokens={max_tokens} .*keep_turns={keep_turns}\).* {least} tokens"
+            with pytest.raises(ConfigError, match=told):
+                train_collector(chosen, build_task(chosen), renderer(), ScriptedEngine([]))
 
 
 @pytest.mark.parametrize("policy", SETTINGS)
