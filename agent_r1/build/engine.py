@@ -42,7 +42,7 @@ def build_engine(config: RunConfig, model: Model, *, logs: Path | None = None, a
     """
     if model.pictures is not None and config.engine.kind != "local":
         raise ConfigError(
-            f"engine.kind={config.engine.kind} takes no pictures, as the model does: set engine.kind=local"
+            f"engine.kind={config.engine.kind} takes no pictures, but the model does: set engine.kind=local"
         )
     return BUILDERS[config.engine.kind](config, model, logs, adapters)
 
@@ -65,7 +65,7 @@ def _build_local(config: RunConfig, model: Model, logs: Path | None, adapters: L
     on_gpu = network.device.type == "cuda"
     if on_gpu and not has_compiler():
         raise ConfigError(
-            "sampling on a GPU needs a C compiler on the path, such as that of apt-get install gcc python3-dev"
+            "sampling on a GPU needs a C compiler on the path, for example from apt-get install gcc python3-dev"
         )
     try:
         engine = LocalEngine(

@@ -43,6 +43,13 @@ class Algorithm:
     overlong_buffer: Share = 0.2  # share of the response limit in which the overlong penalty grows (DAPO)
     overlong_penalty: NonNegativeFloat = 0.0  # penalty of a response at its limit
 
+    def __post_init__(self) -> None:
+        for name, value in _settings_of(self.credit).items():
+            if value != (other := self.settings[name]):
+                raise ConfigError(
+                    f"algorithm {self.name!r}: setting {name!r} has two defaults, {value!r} and {other!r}"
+                )
+
     @property
     def settings(self) -> dict[str, object]:
         """Every setting with its value."""

@@ -313,6 +313,8 @@ class Learner:
         """Whether the KL of this mini-batch, over all ranks, is above `target_kl`."""
         if self.target_kl is None or self.is_warming_up:
             return False
+        if "approx_kl" not in step.sums:
+            raise ConfigError("target_kl needs a loss that reports approx_kl, such as one with a ratio")
         return step.sums["approx_kl"] > self.target_kl * step.tokens
 
     @property

@@ -42,6 +42,8 @@ def place_of_rank(variables: Mapping[str, str]) -> RankPlace | None:
             "ranks with torchrun, srun or --gpus, or unset these variables"
         )
     rank, size, local_rank, port = (_number(variables, name) for name in TORCHRUN if name != "MASTER_ADDR")
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} is not one of WORLD_SIZE={size} ranks")
     return RankPlace(
         rank=rank,
         size=size,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.algorithms import ALGORITHMS, Algorithm, get_algorithm
-from agent_r1.learn.credit import Values, as_demonstrations, assign_credit, attempts_of, trainable
+from agent_r1.learn.credit import Credit, Values, as_demonstrations, assign_credit, attempts_of, trainable
 from agent_r1.learn.losses import Counts, LossInputs
 from agent_r1.learn.rewards import ProcessScaling, RewardShaper, is_uniform
 from agent_r1.types import Group, StopReason, Trajectory
@@ -40,6 +40,14 @@ def inputs(logprobs: list[float], old: list[float], advantages: list[float], *, 
 
 
 # The table.
+
+
+def test_credit_and_loss_must_agree_on_the_default_of_a_setting_they_share() -> None:
+    def shaped(groups: list[Group], *, clip_low: float = 0.1) -> list[list[Credit]]:
+        raise NotImplementedError
+
+    with pytest.raises(ConfigError, match=r"'clip_low' has two defaults, 0\.1 and 0\.2"):
+        replace(GRPO, credit=shaped)
 
 
 @pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from agent_r1.errors import ConfigError
 from agent_r1.learn.batch.minibatch import reshuffle
 from agent_r1.learn.batch.packs import merge_steps, nested, pack, step_sizes
 from agent_r1.learn.learner import Learner
+from agent_r1.learn.losses import LossInputs, LossOutput
 from agent_r1.learn.model.policy import PolicyModel
 from agent_r1.types import CreditedTrajectory, Support
 from tests.learn.builders import (
@@ -216,6 +218,14 @@ def test_dropped_steps_count_in_the_schedule_and_a_waiting_policy_cannot_move_to
     )
     assert metrics["kl_dropped_updates"] == 0
     assert waiting.optimizers["critic_optimizer"].steps == 2
+
+
+def test_target_kl_needs_a_loss_that_reports_approx_kl() -> None:
+    def silent(inputs: LossInputs) -> LossOutput:
+        return LossOutput(loss=-(inputs.advantages_T * inputs.logprobs_T).sum())
+
+    with pytest.raises(ConfigError, match="target_kl needs a loss that reports approx_kl"):
+        learner_for("grpo", POLICY.copy(), loss=silent, num_epochs=2, target_kl=0.1).update(batch(4))
 
 
 def test_ratio_and_entropy_of_every_token_are_noted() -> None:

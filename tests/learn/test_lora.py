@@ -15,6 +15,7 @@ from agent_r1.errors import ConfigError
 from agent_r1.learn.learner import Learner
 from agent_r1.learn.model.lora import LoRA
 from agent_r1.learn.model.policy import PolicyModel
+from tests.engines.tiny_models import tiny
 from tests.learn.builders import credit_for, critic_of, learner_for, on_policy, random_groups, tiny_model
 from tests.learn.test_policy import one_pack
 
@@ -146,6 +147,8 @@ def test_training_goes_on_exactly_from_base_and_saved_adapter(name: str) -> None
 def test_modules_that_cannot_be_adapted_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=rf"lora\.target_modules=\('{target}',\)"):
         PolicyModel(tiny_model(), lora=lora(target_modules=(target,)))
+    with pytest.raises(ConfigError, match=r"lora\.target_modules=auto: .* of GPT2LMHeadModel"):  # has only Conv1D
+        PolicyModel(tiny("gpt2"), lora=lora())
 
 
 def test_an_adapter_that_does_not_fit_is_refused() -> None:

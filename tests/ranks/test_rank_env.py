@@ -79,6 +79,7 @@ def test_the_first_host_is_where_the_ranks_meet(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"RANK": "8"}, "RANK=8 is not one of WORLD_SIZE=8 ranks"),
         ({"RANK": "one"}, "RANK='one' is not a number"),
         ({"LOCAL_RANK": None, "MASTER_PORT": None}, "but not LOCAL_RANK, MASTER_PORT: start the ranks with torchrun"),
     ],

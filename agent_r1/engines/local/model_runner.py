@@ -110,7 +110,7 @@ class ModelRunner(ABC):
 
         One pair of probes that agrees is enough, since a whole vocabulary does not agree by chance. One that differs is
         not enough to refuse: large models have enormous activations on a few tokens, and in half precision the last bit
-        can decide which tokens these are. It is logged.
+        can decide which tokens these are. Such a difference is logged.
         """
         self.decoder.set_attn_implementation(PAGED)
         name, errors = type(self.model).__name__, list[str]()

@@ -42,13 +42,11 @@ class LoRA:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and module is not head and name.startswith(prefix)
         ]
-        if self.target_modules is None:
-            return linear
-        endings = tuple(f".{target}" for target in self.target_modules)
+        endings = ("",) if self.target_modules is None else tuple(f".{target}" for target in self.target_modules)
         if not all(any(f".{name}".endswith(ending) for name in linear) for ending in endings):
             raise ConfigError(
-                f"lora.target_modules={self.target_modules}: each must name linear layers below the output head, which "
-                "are the only ones that can have an adapter"
+                f"lora.target_modules={self.target_modules or 'auto'}: only linear layers of {type(model).__name__} "
+                "below the output head can have an adapter, and each name must belong to one"
             )
         return [name for name in linear if f".{name}".endswith(endings)]
 
