@@ -166,6 +166,35 @@ def test_a_cancelled_call_is_killed_and_a_waiting_one_never_starts(isolated: San
         asyncio.run(play(box))
 
 
+def test_a_session_keeps_its_state_if_a_call_is_cancelled_before_it_runs(isolated: Sandbox) -> None:
+    async def play(box: Sandbox) -> None:
+        await box.run("x = 1", session="kept")
+        other = asyncio.create_task(box.run("import time\ntime.sleep(1)"))
+        await asyncio.sleep(0.3)
+        waiting = asyncio.create_task(box.run("x = 2", session="kept"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting, other})
+        assert (await box.run("print(x)", session="kept")).stdout == "1\n"
+
+    with fresh_box(isolated.level, Limits(seconds=60)) as box:
+        asyncio.run(play(box))
+
+
+def test_a_session_that_is_released_while_a_call_is_cancelled_leaves_nothing(isolated: Sandbox) -> None:
+    async def play(box: Sandbox) -> None:
+        call = asyncio.create_task(box.run("import time\ntime.sleep(60)", session="gone"))
+        await asyncio.sleep(0.3)
+        released = asyncio.create_task(box.release("gone"))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call, released})
+        assert not box._sessions
+
+    with fresh_box(isolated.level, Limits(seconds=60)) as box:
+        asyncio.run(play(box))
+
+
 def test_a_zygote_that_dies_fails_its_callers_and_is_replaced(isolated: Sandbox) -> None:
     async def play(box: Sandbox) -> None:
         call = asyncio.create_task(box.run("import time\ntime.sleep(20)"))

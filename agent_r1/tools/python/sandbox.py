@@ -124,9 +124,11 @@ class Sandbox:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if self._closed.is_set() and future.cancelled():
-                raise SandboxError("the Python sandbox was closed before the call ran") from None
-            if session is not None:
+            if future.cancelled():  # it had not begun, so the session keeps its state
+                if self._closed.is_set():
+                    raise SandboxError("the Python sandbox was closed before the call ran") from None
+                raise
+            if session is not None and self._sessions.get(session) is held:  # otherwise it was released meanwhile
                 self._sessions[session] = _Session(lost=True)
             asyncio.get_running_loop().run_in_executor(None, _end_session, held)
             raise

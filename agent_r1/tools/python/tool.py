@@ -38,9 +38,8 @@ class PythonTool(BaseTool):
         slots: int | None = None,
     ) -> None:
         limits = Limits(seconds=seconds, memory_mb=memory_mb, processes=processes, output_chars=output_chars)
-        limits = replace(
-            limits, cpu_seconds=max(limits.cpu_seconds, int(seconds) + 1)
-        )  # `Limits` has checked that it is a number
+        # `Limits` has checked that `seconds` is a number.
+        limits = replace(limits, cpu_seconds=max(limits.cpu_seconds, int(seconds) + 1))
         self.sandbox = Sandbox(level=level, limits=limits, libraries=libraries, slots=slots)
         self.timeout = QUEUE_SECONDS + seconds
         offered = f" {', '.join(libraries)} are installed." if libraries else ""
