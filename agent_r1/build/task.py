@@ -272,8 +272,7 @@ def _tool_set(entry: dict[str, dict[str, Any]], config: RunConfig) -> ToolSet:
     for key in settings:
         if key not in known:
             raise ConfigError(f"task.tools: mcp has no setting {key!r}.{did_you_mean(key, known)}")
-    with one_line_errors("task.tools: mcp:"):
-        return MCPTools(**settings)
+    return MCPTools(**settings)
 
 
 def _tool(name: str, config: RunConfig, settings: dict[str, dict[str, Any]]) -> BaseTool | ToolSet:

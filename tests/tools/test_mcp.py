@@ -243,19 +243,21 @@ def test_variables_fill_in_secrets_that_the_settings_only_name(monkeypatch: pyte
         ({"command": ["x"], "headers": {"A": "b"}}, "headers"),
         ({"url": "http://localhost", "env": {"A": "b"}}, "env"),
         ({"url": "localhost:80"}, "url"),
-        ({"command": ["x"], "env": {"A": 1}}, "env.A"),
+        ({"command": ["x"], "env": {"A": 1}}, r"^env\.A of an MCP server: .*; put the value in quotes$"),
         ({"command": []}, "command"),
         ({"command": ["x"], "sessions": "step"}, "sessions"),
         ({"command": ["x"], "connections": 2, "sessions": "episode"}, "connections"),
         ({"command": ["x"], "timeout": 0}, "timeout"),
-        ({"command": ["x"], "timeout": "30"}, "timeout"),
+        ({"command": ["x"], "timeout": "30"}, "^timeout of an MCP server: [^\n]* got '30'$"),
+        ({"command": ["x"], "cwd": 3}, "^cwd of"),
+        ({"command": ["x"], "time_out": 3}, "^time_out of"),
         ({"command": ["x"], "connections": 1.5}, "connections"),
         ({"command": ["x"], "only": "search"}, "only"),
         ({"command": ["x"], "env": ["A"]}, "env"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ConfigError, match=named):
         MCPTools(**settings)
 
 

@@ -148,9 +148,8 @@ class Connection:
         server = self.server
         async with AsyncExitStack() as stack:
             transport = await self._over_http(stack) if server.url else await self._over_stdio(stack)
-            mode = (
-                "legacy" if server.url and server.sessions == "episode" else "auto"
-            )  # only older versions have sessions over HTTP
+            # Only older versions of the protocol have sessions over HTTP.
+            mode = "legacy" if server.url and server.sessions == "episode" else "auto"
             client = await stack.enter_async_context(Client(transport, mode=mode))
             self._ready.set_result(client)
             await self._stop.wait()

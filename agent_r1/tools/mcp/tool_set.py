@@ -12,15 +12,15 @@ import logging
 import time
 from base64 import b64decode
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from agent_r1.errors import ConfigError, RolloutError, did_you_mean, import_extra
@@ -42,9 +42,34 @@ logger = logging.getLogger(__name__)
 
 EMPTY = "(no output)"
 Seconds = Annotated[float, Field(gt=0)]
+Made = TypeVar("Made")
 
 
-@dataclass(kw_only=True, eq=False, config=ConfigDict(strict=True))
+def _refused_in_one_line(cls: type[Made]) -> type[Made]:
+    """Refuse wrong settings in one line, without the values of `env` and `headers`, which may be secret."""
+    init: Callable[..., None] = cls.__init__
+
+    @wraps(init)
+    def checked(self: Made, *args: Any, **settings: Any) -> None:
+        try:
+            init(self, *args, **settings)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            if not problem["loc"]:
+                raise problem["ctx"]["error"] from None  # from `__post_init__`
+            name, *inner = map(str, problem["loc"])
+            said = f"of an MCP server: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+            if name not in ("env", "headers"):
+                raise ConfigError(f"{name} {said}, got {problem['input']!r:.100}") from None
+            hint = "; put the value in quotes" if problem["type"] == "string_type" else ""
+            raise ConfigError(f"{'.'.join([name, *inner])} {said}{hint}") from None
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_refused_in_one_line
+@dataclass(kw_only=True, eq=False, config=ConfigDict(strict=True, extra="forbid"))
 class MCPTools(ToolSet):
     """The tools of an MCP server, to be listed among other tools.
 
