@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import unquote
 
 from pydantic import (
     BaseModel,
@@ -250,7 +251,7 @@ def inlined(tool: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
     def replaced(node: Any, inside: tuple[str, ...]) -> Any:
         if isinstance(node, list):
-            return [replaced(item, inside) for item in node]
+            return [replaced(_as_mapping(item), inside) for item in node]
         if not isinstance(node, Mapping):
             return node
         if isinstance(reference := node.get("$ref"), str):
@@ -281,12 +282,16 @@ def _look_up(tool: str, schema: Any, reference: str) -> Any:
     place, *parts = reference.split("/")
     try:
         for part in parts:
-            schema = schema[int(part) if isinstance(schema, list) else part.replace("~1", "/").replace("~0", "~")]
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            schema = schema[int(name) if isinstance(schema, list) else name]
     except (KeyError, ValueError, IndexError, TypeError):
         place = ""
-    if place != "#" or not isinstance(schema, Mapping):
-        raise ConfigError(f"tool {tool!r}: its JSON schema refers to {reference!r}, which it does not contain")
-    return schema
+    if place != "#" or not isinstance(schema, Mapping | bool):
+        raise ConfigError(
+            f"tool {tool!r}: its JSON schema refers to {reference!r}, which it does not contain. Name the other tools "
+            "of its server in `only`"
+        )
+    return _as_mapping(schema)
 
 
 def _keep_integer(value: Any, as_float: ValidatorFunctionWrapHandler) -> Any:

@@ -128,12 +128,20 @@ def test_formats_without_json_types_convert_arguments_behind_references() -> Non
     assert arguments.validate(converted) == {"count": 3, "where": {"x": 1}}
 
 
+@pytest.mark.parametrize(("definition", "shown"), [({"type": "string"}, {"type": "string"}), (True, {})])
+def test_references_are_decoded_and_may_lead_to_true(definition: Any, shown: Any) -> None:
+    part = {"anyOf": [{"$ref": "#/$defs/Part%3CX%3E"}, True]}
+    schema = {"type": "object", "properties": {"part": part}, "$defs": {"Part<X>": definition}}
+    assert arguments_from_server("parts", schema).parameters["properties"]["part"] == {"anyOf": [shown, {}]}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
         {"type": "object", "properties": {"a": {"$ref": "#/$defs/Missing"}}},
         {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema.json"}}},
         {"type": "object", "properties": {"a": {"type": "integr"}}},
+        {"type": "object", "properties": []},
     ],
 )
 def test_a_schema_that_cannot_be_used_is_an_error_before_the_run(schema: dict[str, Any]) -> None:

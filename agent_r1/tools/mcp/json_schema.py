@@ -25,12 +25,12 @@ _DATA = ("default", "enum", "const", "examples")
 def arguments_from_server(tool: str, schema: Mapping[str, Any]) -> Arguments:
     """The arguments of a tool with this schema. They are sent unchanged: the server fills in its own defaults."""
     schema = _with_null(schema)
-    parameters = {"properties": {}, **inlined(tool, schema)}
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)
     except SchemaError as error:
         raise ConfigError(f"tool {tool!r}: its JSON schema is not valid: {error.message}") from error
+    parameters = {"properties": {}, **inlined(tool, schema)}
     # An empty registry: by default, jsonschema would fetch references to other documents from the network.
     validator: Any = kind(schema, format_checker=kind.FORMAT_CHECKER, registry=Registry())
 
