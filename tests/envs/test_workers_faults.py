@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,24 +286,31 @@ def test_bad_starts_that_are_not_in_a_row_are_tolerated(tmp_path: Path, monkeypa
     assert sorted(os.listdir(tmp_path)) == [str(number) for number in range(4)]
 
 
-def test_a_process_that_cannot_be_started_fails_only_the_episode_that_needs_it() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_if_no_more_processes_can_be_started_the_others_host_more(
+    others: int, caplog: pytest.LogCaptureFixture
+) -> None:
     own = EnvPool(processes=2, step_seconds=60)
 
     async def crowded() -> None:
-        await started(own, Counting, "first")
+        hosts = {await pid_of(await started(own, Counting, "first")) for _ in range(others)}
         before = len(os.listdir("/proc/self/fd"))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, hard))  # a process needs 6 at its start
-            with pytest.raises(EnvStartError, match="open files"):
-                await started(own, Counting, "second")
+            second = own.env(Counting, "counting", {})
+            for _ in range(1 if others else 2):  # a call that was never sent does not stop the next one
+                with nullcontext() if others else pytest.raises(EnvStartError, match="open files"):
+                    await second.reset(row("second"))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert len(os.listdir("/proc/self/fd")) == before
+        assert not hosts or {await pid_of(second)} == hosts
         await started(own, Counting, "third")
 
     run(crowded())
     own.close()
+    assert ("another env process cannot be started" in caplog.text) == bool(others)
 
 
 def test_workers_do_not_import_modules_from_the_working_directory(

@@ -121,10 +121,11 @@ class EnvPool:
             self._on_lost(host)  # moves the episode, or sets its fault
         if env.fault is not None:
             raise env.fault
-        env.latest = self._call(env, method, pickle.dumps(given, pickle.HIGHEST_PROTOCOL), future=loop.create_future())
-        self._send(env, [env.latest])
-        assert env.latest.future is not None
-        return await env.latest.future
+        future: asyncio.Future[Any] = loop.create_future()
+        call = self._call(env, method, pickle.dumps(given, pickle.HIGHEST_PROTOCOL), future=future)
+        self._send(env, [call])
+        env.latest = call
+        return await future
 
     def leave(self, env: WorkerEnv) -> None:
         """Close the env. Returns immediately; the worker closes it after calls that were cancelled but still run."""
@@ -175,7 +176,10 @@ class EnvPool:
                 on_lost=partial(self._on_lost, host),
             )
         except OSError as error:
-            raise EnvStartError(f"a process for envs cannot be started: {error}") from error
+            if least is None:
+                raise EnvStartError(f"a process for envs cannot be started: {error}") from error
+            logger.warning("another env process cannot be started, so the others host more: %s", error)
+            return least
         self._hosts.append(host)
         return host
 
