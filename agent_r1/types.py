@@ -116,6 +116,8 @@ class Observation:
 def check_messages(messages: list[Message], start: int = 0) -> None:
     check_type("Observation.messages", messages or None, list, "a list of at least one message")
     for index, message in enumerate(messages[start:], start):
+        if type(message) is dict and type(message.get("role")) is type(message.get("content")) is str:
+            continue  # nearly every message
         name = f"Observation.messages[{index}]"
         check_type(name, message, MAPPING, "a dict with a role and a content")
         check_type(f"{name}['role']", message.get("role"), str, "a string")

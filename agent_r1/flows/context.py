@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from agent_r1.types import Message, Observation
 from agent_r1.vision.pictures import is_image
 
 Exchange = list[Message]
+CountWords = Callable[[str], Counter[str]]
 
 SUMMARY_TITLE = "What you wrote down about the conversation so far:"
 NOTES_TITLE = "Notes from earlier in the conversation:"
@@ -137,6 +138,8 @@ class Notes(ContextPolicy):
     turns: int
     notes: int  # earlier exchanges to show
     note_chars: int  # maximum characters of each exchange
+    # Every later step counts the words of the same texts.
+    _count_words: CountWords = field(default_factory=lambda: cache(count_words), init=False, repr=False, compare=False)
 
     async def show(self, messages: list[Message]) -> ContextView:
         opening, exchanges, old = self._split(messages, self.turns)
@@ -144,7 +147,7 @@ class Notes(ContextPolicy):
             return ContextView(messages=messages, hidden=0)
         texts = [_exchange_texts(exchanges[index]) for index in old]
         observation = "\n".join(map(_message_text, exchanges[-1][1:]))
-        scores = score_texts(observation, [count_words("\n".join(text)) for text in texts])
+        scores = score_texts(observation, [self._count_words("\n".join(text)) for text in texts])
         # Later exchanges win ties: if nothing is relevant, the most recent is the best guess.
         best = sorted(range(len(old)), key=lambda place: (scores[place], place))[-self.notes :]
         chosen = [f"[{old[place] + 1}] {self._note(*texts[place])}" for place in sorted(best)]
@@ -211,7 +214,6 @@ class Rewrite(ContextPolicy):
         return ContextView(messages=shown, hidden=sum(message not in shown for message in messages))
 
 
-@lru_cache(4096)  # every later step of an episode counts the same words
 def count_words(text: str) -> Counter[str]:
     return Counter(_words(text[:MAX_CHARS]))
 

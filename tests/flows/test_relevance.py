@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from agent_r1.flows.context import MAX_CHARS, MAX_QUERY_CHARS, count_words, score_texts
+import asyncio
+from collections import Counter
+
+import pytest
+
+from agent_r1.flows import context
+from agent_r1.flows.context import MAX_CHARS, MAX_QUERY_CHARS, Notes, count_words, score_texts
 
 
 def relevance(query: str, texts: list[str]) -> list[float]:
@@ -23,3 +29,19 @@ def test_rare_words_and_short_texts_count_more() -> None:
 def test_the_end_of_a_very_long_text_or_query_is_ignored() -> None:
     assert relevance("key", ["x " * (MAX_CHARS // 2) + "key", "a key"])[0] == 0
     assert relevance("x " * (MAX_QUERY_CHARS // 2) + "key", ["a key"]) == [0.0]
+
+
+def test_each_episode_counts_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+
+    def count(text: str) -> Counter[str]:
+        counted.append(text)
+        return count_words(text)
+
+    monkeypatch.setattr(context, "count_words", count)
+    talk = [{"role": "user", "content": "?"}]
+    for number in range(4):
+        talk += [{"role": "assistant", "content": f"say {number}"}, {"role": "user", "content": "and?"}]
+    for policy in (notes := [Notes(turns=1, notes=1, note_chars=9) for _ in range(2)]) * 3:
+        asyncio.run(policy.show(talk))
+    assert len(counted) == 3 * len(notes)
