@@ -197,12 +197,14 @@ def get_tool(tool: str | BaseTool) -> BaseTool:
     for attribute in ("name", "description", "parameters"):
         if not getattr(tool, attribute, None):
             raise ConfigError(f"tool {type(tool).__qualname__} has no {attribute!r}, which the model reads")
-    for attribute, lowest in (("timeout", math.ulp(0)), ("max_batch", 1), ("max_wait", 0)):
+    for attribute, kind, lowest, wanted in (
+        ("timeout", int | float, math.ulp(0), "positive seconds"),
+        ("max_batch", int | None, 1, "an integer of at least 1, or None"),
+        ("max_wait", int | float, 0, "seconds, 0 or more"),
+    ):
         value = getattr(tool, attribute)
-        if not (value is None and attribute == "max_batch") and not (
-            isinstance(value, int | float) and value >= lowest
-        ):
-            raise ConfigError(f"tool {tool.name!r}: {attribute} must be at least {lowest}, got {value!r}")
+        if not isinstance(value, kind) or (value is not None and not value >= lowest):
+            raise ConfigError(f"tool {tool.name!r}: {attribute} must be {wanted}, got {value!r}")
     _ = tool.arguments  # a wrong schema fails here, not in the middle of an episode
     return tool
 

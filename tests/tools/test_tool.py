@@ -322,19 +322,19 @@ def test_tools_are_registered_by_name_and_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "values"),
+    ("problem", "values"),
     [
-        ("timeout", [0, math.nan, "5", None]),
-        ("max_batch", [0]),
-        ("max_wait", [-1, math.nan, "1"]),
+        ("timeout must be positive seconds", [0, math.nan, "5", None]),
+        ("max_batch must be an integer of at least 1", [0, 2.5]),
+        ("max_wait must be seconds, 0 or more", [-1, math.nan, "1"]),
         ("description", [""]),
     ],
 )
-def test_a_tool_with_a_wrong_attribute_is_refused(attribute: str, values: list[Any]) -> None:
+def test_a_tool_with_a_wrong_attribute_is_refused(problem: str, values: list[Any]) -> None:
     for value in values:
         wrong = Echo()
-        setattr(wrong, attribute, value)
-        with pytest.raises(ConfigError, match=attribute):
+        setattr(wrong, problem.split()[0], value)
+        with pytest.raises(ConfigError, match=problem):
             get_tool(wrong)
 
 
