@@ -139,9 +139,9 @@ def test_the_wait_a_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     # Only the module `attempts` sleeps with this; everything else with asyncio itself.
     recording = SimpleNamespace(sleep=sleep, get_running_loop=asyncio.get_running_loop)
     monkeypatch.setattr(attempts, "asyncio", recording)
-    with Server((429, "", {"Retry-After": "7"}), (503, "", {"Retry-After": "Fri, 31 Dec 1999"}), GOOD).running() as s:
+    with Server((429, "", {"Retry-After": "7.5"}), (503, "", {"Retry-After": "Fri, 31 Dec 1999"}), GOOD).running() as s:
         assert score(judge(s))[0].outcome_reward == 0.7
-    assert waits[0] == pytest.approx(7, abs=0.01)  # and the backoff of a millisecond or so
+    assert waits[0] == pytest.approx(7.5, abs=0.01)  # and the backoff of a millisecond or so
     assert waits[1] == pytest.approx(0, abs=0.01)  # a date is not understood
 
 

@@ -73,7 +73,7 @@ class Stub:
         self._server.server_close()
 
 
-FOUND: Reply = (200, {}, b'{"query_results": [{"query": "a", "results": []}]}')
+FOUND: Reply = (200, {}, b'{"query_results": [{"query": null, "results": []}]}')
 BUSY: Reply = (503, {"Retry-After": "0"}, b"busy")
 
 

@@ -178,8 +178,10 @@ class LLMJudge:
         message = f"the server answered {status}: {quoted}"
         if status != 429 and status < 500:  # the same request would be refused again
             raise ScoringError(message)
-        asked = response.headers.get("Retry-After", "")
-        wait = float(asked) if asked.isdecimal() else 0.0  # a date is rare, and clocks differ
+        try:
+            wait = max(0.0, float(response.headers.get("Retry-After", "0")))
+        except ValueError:  # a date: rare, and clocks differ
+            wait = 0.0
         if wait > self.max_retry_after:  # fail now, with the server's reason, instead of running into the time limit
             limit = f"max_retry_after={self.max_retry_after:g}"
             raise ScoringError(f"{message} (asked to wait {wait:g} s, more than {limit})")

@@ -38,7 +38,7 @@ class Health(BaseModel):
 
 
 class QueryResults(BaseModel):
-    query: str = ""
+    query: Any = ""  # not read: servers may send anything
     results: list[Hit]
 
 
