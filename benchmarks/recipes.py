@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     kind: dict[str, Any] = {"splits": splits, "on_cpu": options.cpu_seconds}
     warm = Job(name="sft", seed=seeds[0], words=("sft", recipe, *common), **kind)
     begun = options.start or folder / f"sft-{seeds[0]}"
-    start = warm.play(folder) if options.start is None else there_already(begun, folder, splits)
+    start = warm.play(folder) if options.start is None else there_already(begun, folder, kind)
     begins = [item for item in common if not item.startswith("sft.")]  # concerns only the warm start
     trained = ("train", recipe, *begins, f"model.path={begun}", "sft.demos=null")
     jobs = [
@@ -203,12 +203,12 @@ def add(earlier: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any
     return {**results, "runs": runs, "earlier": [each for each in commands if each != results["command"]]}
 
 
-def there_already(run: Path, folder: Path, splits: tuple[str, ...]) -> dict[str, Any]:
+def there_already(run: Path, folder: Path, kind: Mapping[str, Any]) -> dict[str, Any]:
     """The result of an existing warm start, with its settings and the seconds between its evaluations."""
     if not (run / "metrics.jsonl").is_file():
         raise SystemExit(f"--start {run} is not a run of `agent-r1 sft`: it has no metrics.jsonl")
     config = parse_config(RunDir.open(run).settings)
-    result = Job(name="sft", seed=config.seed, words=(), splits=splits).judged(run, folder, seconds=None)
+    result = Job(name="sft", seed=config.seed, words=(), **kind).judged(run, folder, seconds=None)
     return result | {"settings": config.sft.model_dump(), "seconds": result["held_out"][-1]["seconds"]}
 
 

@@ -63,6 +63,13 @@ TASKS = (
         note="`mase` is the mean absolute error, divided by the mean absolute seasonal difference of the known part.",
     ),
     Task(recipe="tables/cpu", what="answers questions about generated tables with SQL", file="tables-cpu"),
+    Task(
+        recipe="paper_search/cpu",
+        what="finds generated papers by searching and expanding",
+        file="paper_search-cpu",
+        measures=("success", "recall"),
+        note="`outcome` is `grpo` without process rewards. An episode succeeds if all gold papers were found.",
+    ),
     Task(recipe="gridworld", what="crosses a frozen lake that only pictures show", file="gridworld"),
     Task(recipe="gsm8k", what="solves school mathematics in one step", file="gsm8k"),
     Task(recipe="gsm8k_tool", what="solves school mathematics with a calculator", file="gsm8k_tool"),
