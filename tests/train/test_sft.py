@@ -68,15 +68,27 @@ def test_a_demonstration_whose_calls_the_env_does_not_read_is_an_error_that_name
         said_about(recipe, [GOOD], [foreign], "rollout.max_response_tokens=200")
 
 
-def test_other_calls_that_fail_are_counted_and_the_first_is_shown(recipe: Path) -> None:
-    [line] = said_about(recipe, [UNREADABLE])
-    assert line.startswith(
-        "1 of 1 demonstrations contain calls that failed, the first (row train-0): unreadable call: "
-    )
-    [line] = said_about(recipe, [GOOD], [GOOD, BAD_ARGUMENT], [UNREADABLE, UNREADABLE])
-    start = "2 of 3 demonstrations contain calls that failed, the first (row train-1): double: "
+@pytest.mark.parametrize(
+    ("demos", "start", "named"),
+    [
+        (
+            [[UNREADABLE]],
+            "1 of 1 demonstrations contain calls that failed, the first (row train-0): unreadable call: ",
+            "",
+        ),
+        (
+            [[GOOD], [GOOD, BAD_ARGUMENT], [UNREADABLE, UNREADABLE]],
+            "2 of 3 demonstrations contain calls that failed, the first (row train-1): double: ",
+            "numbre",
+        ),
+    ],
+)
+def test_other_calls_that_fail_are_counted_and_the_first_is_shown(
+    recipe: Path, demos: list[list[str]], start: str, named: str
+) -> None:
+    [line] = said_about(recipe, *demos)
     assert line.startswith(start)
-    assert "numbre" in line.removeprefix(start)
+    assert named in line.removeprefix(start)
     assert len(line) <= len(start) + 200  # a tool's traceback is cut, and kept on one line
     assert "\n" not in line
 
