@@ -59,9 +59,8 @@ def train(
             f"backend={job.config.backend!r} trains in processes that do not have the objects of this one: write a "
             "recipe and use agent-r1 train"
         )
-    plan = build_plan(
-        job.config, resume=job.done is not None
-    )  # finds mistakes before a run directory or a model exists
+    # Finds mistakes before a run directory or a model exists.
+    plan = build_plan(job.config, resume=job.done is not None)
     callbacks = Callbacks(trackers=plan.observer, on_step=on_step, on_episode=on_episode, on_eval=on_eval)
     plan = replace(plan, observer=callbacks)
     if not job.resume:

@@ -106,6 +106,10 @@ class Task:
         kwargs.pop("env_type", None)
         if env is ToolEnv and "tools" not in kwargs:
             raise ConfigError("task.tools is empty: name tools, another env in task.env, or set task.flow=single_step")
+        if issubclass(env, ToolEnv) and isinstance(kwargs.get("tools"), list):
+            for tool in list_tools(kwargs["tools"]):  # a row may name others, which nobody opens
+                if tool not in self.tools and type(tool).open is not Resource.open:
+                    raise ConfigError(f"tool {tool.name!r} must be opened before a run: add it to task.tools")
         check_env_repeats(env, kwargs, self.config)
         if template is not None and issubclass(env, ToolEnv):
             self._set_tool_format(env, name, kwargs, template)
@@ -251,8 +255,10 @@ def _tools(config: RunConfig) -> list[BaseTool]:
     )
     if settings:
         name = next(iter(settings))
-        known = did_you_mean(name, [tool.name for tool in made])
-        raise ConfigError(f"task.tool_kwargs has settings for {name!r}, which is not in task.tools.{known}")
+        if name in (known := [tool.name for tool in made]):
+            raise ConfigError(f"task.tool_kwargs has settings for {name!r}, which takes none: it is not a class")
+        hint = did_you_mean(name, known)
+        raise ConfigError(f"task.tool_kwargs has settings for {name!r}, which is not in task.tools.{hint}")
     for name, count in Counter(tool.name for tool in made).items():
         if count > 1:
             raise ConfigError(f"task.tools has two tools named {name!r}. Rename one, or set `prefix` for an MCP server")

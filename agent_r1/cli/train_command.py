@@ -51,7 +51,8 @@ class Job:
     def resumed(cls, directory: RunDir, config: RunConfig, words: Sequence[str], changed: Sequence[str] = ()) -> Self:
         saved = list_checkpoints(directory.checkpoints)
         done = saved[-1][0] if saved else None
-        if done is not None and config.trainer.steps < done:
+        is_warm_start = bool(directory.read_metrics("sft"))  # refused when it is loaded
+        if done is not None and config.trainer.steps < done and not is_warm_start:
             raise ConfigError(
                 f"trainer.steps={config.trainer.steps}: {directory} has already done {done} steps; set more"
             )

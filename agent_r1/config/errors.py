@@ -28,6 +28,8 @@ def explain(error: Any, root: Section) -> str:
         where = ".".join(path[:-1]) or "the recipe"
         return f"{where}{kind} has no field {path[-1]!r}.{hint} Fields: {', '.join(fields)}"
     if error["type"] == "missing":
+        if path[-1].isdigit():
+            return f"{'.'.join(path[:-1])}={_spell(value)}: too few numbers"
         return f"{name} is missing; give it in the recipe or as {name}=..."
     if error["type"] == "union_tag_invalid":
         key, tag = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]

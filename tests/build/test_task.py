@@ -109,7 +109,7 @@ def test_all_episodes_share_a_tool_that_was_created_with_its_settings(folder: Pa
             ["task.tools=[task.Scale]", "task.tool_kwargs={scal: {factor: 3}, scale: {factor: 3}}"],
             r"task\.tool_kwargs .*'scal'.* Did you mean 'scale'",
         ),
-        (["task.tool_kwargs={shout: {loud: true}}"], r"task\.tool_kwargs .*'shout'"),
+        (["task.tool_kwargs={shout: {loud: true}}"], r"task\.tool_kwargs .*'shout', which takes none"),
         (
             ["task.tools=[task.Scale]", "task.tool_kwargs={scale: {factor: 3, factr: 4}}"],
             r"task\.tool_kwargs: Scale.*unexpected keyword argument 'factr'",
@@ -205,6 +205,31 @@ def test_a_row_may_choose_some_of_the_tools_by_name(folder: Path) -> None:
 
 
 # Data
+
+
+OPENING = """
+import uuid
+from agent_r1 import BaseTool
+
+@BaseTool.register
+class Session(BaseTool):
+    name = f"session_{uuid.uuid4().hex}"
+    description = "Ask a service."
+    parameters = {"type": "object", "properties": {}}
+
+    async def open(self): ...
+    async def execute(self, args, **context): ...
+
+def rows(split, count=1):
+    return [{"prompt": split, "env_kwargs": {"tools": [Session.name]}}]
+"""
+
+
+def test_a_row_may_not_choose_a_tool_that_nobody_opens(folder: Path) -> None:
+    (folder / "opening.py").write_text(OPENING, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"'session_\w+' must be opened before a run: add it to task\.tools"):
+        tools(config(folder, "task.rows=opening.rows"))
+    assert len(tools(config(folder, "task.rows=opening.rows", "task.tools=[opening.Session]"))) == 1
 
 
 @pytest.mark.parametrize("how", ["return [{'prompt': KEPT[i]} for i in range(3)]", "yield {'prompt': KEPT['a']}"])

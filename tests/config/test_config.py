@@ -118,7 +118,7 @@ def test_a_value_of_another_type_or_range_is_refused_in_one_line(
     [
         ("learner.betas=[0.9,1.0]", "learner.betas.1=1.0"),
         ("learner.betas=[true,0.9]", "learner.betas.0=true"),
-        ("learner.betas=[0.9]", "learner.betas.1"),
+        ("learner.betas=[0.9]", "learner.betas=[0.9]: too few numbers"),
         ("context={policy: window, turns: true}", "context.turns=true"),
         ("lora.target_modules=[]", "lora.target_modules"),
     ],

@@ -29,6 +29,7 @@ from agent_r1.build.task import build_task
 from agent_r1.cli.commands.chat import answer, open_chat
 from agent_r1.cli.commands.play import run_eval, run_sft
 from agent_r1.cli.commands.train import Outcome, run_training
+from agent_r1.cli.train_command import Job
 from agent_r1.config import RunConfig, load_config, parse_config
 from agent_r1.errors import ConfigError, DataError
 from agent_r1.learn.model.critic import Critic
@@ -280,6 +281,7 @@ def test_a_warm_start_cannot_be_resumed_as_a_training_run(tmp_path: Path) -> Non
     run_sft(config, build_task(config), run, console())
     with pytest.raises(ConfigError, match=r"model\.path="):
         resumed(run)
+    assert Job.resumed(run, mini("trainer.steps=0"), ()).done  # its updates are no steps to go beyond
 
 
 def test_a_run_of_zero_steps_saves_a_model(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def make_renderer(
     report = verify_template(renderer)
     if not report.usable:
         raise ConfigError(
-            f"the chat template in {directory} is unusable: {report.problems[0]}. Set model.chat_template"
+            f"the chat template in {directory} is unusable: {report.problems[0]}. Set model.chat_template to a "
+            "file or to the bundled chatml_tools"
         )
     return renderer, report
 
