@@ -35,8 +35,8 @@ def modules_outside(*prefixes: str) -> list[Path]:
 
 CORE = modules_outside(*OUTSIDE_CORE, *OPTIONAL)
 WITH_OPTIONAL = modules_outside(*OUTSIDE_CORE)
-MAX_CORE_LINES = 20_000  # of code; physical lines are about 40 % more
-MAX_LINES_WITH_OPTIONAL = 24_500
+MAX_CORE_LINES = 19_000  # of code; physical lines are about 40 % more
+MAX_LINES_WITH_OPTIONAL = 23_000
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_FOLDER_FILES = 12
