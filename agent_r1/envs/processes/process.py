@@ -6,6 +6,7 @@ Nothing here waits, except for a process that has been killed.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -163,6 +164,7 @@ class WorkerProcess:
         self._listen()
         self._detach(self._channel, self._output)
         self.close_descriptors()
+        _ALL.discard(self)  # its process id may be another's from now on
         if self._nonsense or code is None:
             return self._nonsense or "cannot even be killed"
         return f"exited with status {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
@@ -200,6 +202,7 @@ def _forget_all() -> None:
     """Runs in a fork of this program: the fork must not keep the processes alive when this program ends."""
     for process in _ALL:
         process.close_descriptors()
+    _ALL.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -212,6 +215,11 @@ def end_all(processes: Iterable[WorkerProcess]) -> None:
         process.end()
     while ending := [process for process in ending if not process.has_ended()]:
         time.sleep(0.005)
+
+
+# For pools that nobody closes. Left to the interpreter, a channel may close first: then a process exits by itself, and
+# what it has started lives on.
+atexit.register(lambda: end_all(_ALL))
 
 
 def _environment() -> dict[str, str]:
