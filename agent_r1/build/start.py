@@ -69,7 +69,7 @@ def base_model(config: RunConfig) -> str | Path:
 
 
 def require_base(config: RunConfig) -> None:
-    """Raise ConfigError if the model cannot be had, before a run directory exists: the hub may be out of reach."""
+    """Raise ConfigError if the model cannot be loaded, before a run directory exists: the hub may be out of reach."""
     if config.model.path is not None:
         load_tokenizer(config, str(base_model(config)))
 

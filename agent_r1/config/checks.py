@@ -27,7 +27,7 @@ def check_together(config: RunConfig) -> None:
                 f"({config.rollout.max_context_tokens}): the prompt needs room too"
             )
     if (config.gateway is None) == (config.task.flow == "gateway"):
-        raise ConfigError("task.flow=gateway and a section gateway with agent or command need each other")
+        raise ConfigError("set both task.flow=gateway and gateway.agent or gateway.command, or neither")
     if config.gateway is not None:
         _check_one_of("gateway", {"agent": config.gateway.agent, "command": config.gateway.command})
     _check_engine(config)
@@ -68,7 +68,7 @@ def _check_vllm(engine: VLLMEngineConfig) -> None:
             raise ConfigError(f"engine.urls must be addresses like http://node1:8000, each given once, not {url!r}")
     gpus, size = engine.gpus, engine.tensor_parallel
     if engine.servers is not None and gpus:
-        raise ConfigError("engine.servers is the number of servers on a CPU: leave it out")
+        raise ConfigError("engine.servers is the number of servers on a CPU: leave it out with engine.gpus")
     if len(gpus) % size or len(set(gpus)) < len(gpus) or (size > 1 and not gpus):
         raise ConfigError(f"engine.gpus={gpus} cannot be divided into servers of engine.tensor_parallel={size} GPUs")
 

@@ -152,14 +152,14 @@ async def check_answers(shown: Shown) -> list[Finding]:
         return [green(name, f"by the episodes of sft.trajectories={shown.config.sft.trajectories}")]
     said = await play_answers(shown.config, shown.plan, shown.renderer, shown.rows[:TWICE])
     if said is None:
-        return [yellow(name, "nothing shows it: there are no demonstrations, and no ground truths that are text", fix)]
+        return [yellow(name, "no evidence: there are no demonstrations, and no ground truths that are text", fix)]
     wording, each = said
     answer, played = repr(wording.format("...")), len(each.episodes)
     if each.successes:
         earned = f"{wanted} in {each.successes} of {played} episodes"
         return [green(name, f"the ground truth, said as {answer}, earns {earned}")]
     tried = f"the ground truth, said as {answer}, earns at most {max(each.rewards):g}"
-    return [yellow(name, f"nothing shows it: there are no demonstrations, and {tried}", fix)]
+    return [yellow(name, f"no evidence: there are no demonstrations, and {tried}", fix)]
 
 
 def earns_part(demonstrated: Played, unskilled: Sequence[Played]) -> bool:

@@ -123,7 +123,7 @@ def show_comparisons(sides: Sequence[Side], console: Console, *, measure: str) -
     for side in sides[1:]:
         differences = compare(first, side)
         if measure not in differences:
-            raise ConfigError(f"there is no measure {measure!r}.{did_you_mean(measure, differences)}")
+            raise ConfigError(f"unknown measure {measure!r}.{did_you_mean(measure, differences)}")
         table += [[f"{first.letter} -> {side.letter}", name, *_cells(name, each)] for name, each in differences.items()]
         notes += _note(first, side)
         verdicts.append(_verdict(measure, differences[measure], first.letter, side.letter))

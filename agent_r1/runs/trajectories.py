@@ -125,7 +125,7 @@ class RecordFile:
         """Return a record. Raises IndexError if there are fewer."""
         count = len(self)
         if not -count <= position < count:
-            raise IndexError(f"{self.path} has {count} records, so there is no record {position}")
+            raise IndexError(f"record {position} does not exist: {self.path} has {count} records")
         return self._parse(next(self.lines(position % count)), position % count)
 
     def __iter__(self) -> Iterator[Record]:

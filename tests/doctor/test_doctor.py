@@ -69,7 +69,7 @@ FAULTS = [
         ("red", "ground truth is never shown"),
         "Hint",
     ),
-    (["task.rows=task.bare_rows", "sft.demos=null"], ("yellow", "reward can be earned"), "nothing shows it"),
+    (["task.rows=task.bare_rows", "sft.demos=null"], ("yellow", "reward can be earned"), "no evidence"),
     (["task.reward=task.never", "sft.demos=null"], ("yellow", "reward can be earned"), "at most 0"),
     (["task.rows=task.rows_with_one_long"], ("red", "longest row fits the context"), "'test-Anna-Maria'"),
     (["task.env=task.ShowsMuch", *NO_TOOLS], ("yellow", "prompts leave room to answer"), "of 512"),

@@ -154,7 +154,7 @@ def _explain_failures(directory: str) -> Iterator[None]:
 
 
 def _reason(error: Exception, model: str) -> str:
-    """Describe why a model cannot be had. If the hub is unreachable, the library's message is long and adds nothing."""
+    """Describe why a model cannot be loaded. If the hub is unreachable, the library's long message adds nothing."""
     if Path(model).is_dir() or not isinstance(error, OSError):
         return f": {error}"
     missing = f"; {constants.ENDPOINT} cannot be reached, and the local cache does not have it"

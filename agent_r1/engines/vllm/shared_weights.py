@@ -53,7 +53,7 @@ class SentWeights(ABC):
 
     @abstractmethod
     def write(self, source: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights, by name. Runs on a thread."""
+        """Store new weights, given by name. Runs on a thread."""
 
     @abstractmethod
     async def send(self, server: Server, client: httpx.AsyncClient) -> None:

@@ -48,7 +48,7 @@ class WorkerProcess:
     def __init__(
         self,
         *,
-        max_bytes: int | None,  # this and the next: see `worker.main`
+        max_bytes: int | None,  # `worker.main` explains this and `prepare`
         prepare: Callable[[], object],
         on_answer: Callable[[Answer], None],
         on_lost: Callable[[], None],

@@ -245,7 +245,7 @@ def load_error(data: bytes) -> Exception:
         said = json.loads(data)
         name, base, text, source, place = (said[key] for key in ("type", "base", "text", "source", "place"))
         if not all(isinstance(each, str) for each in (name, base, text, source, place)):
-            raise TypeError("an exception is described by texts")
+            raise TypeError("the parts of an exception's description must be text")
         error = _make_error(name, base, text)
     except (ValueError, TypeError, KeyError, RecursionError) as wrong:
         raise ValueError(f"cannot decode what the env raised: {describe(wrong)}") from wrong

@@ -78,7 +78,7 @@ async def _serve(channel: socket.socket, max_bytes: int | None) -> None:
     owner, envs = os.getpid(), _Envs(max_bytes)
     reader, writer = await asyncio.open_connection(sock=channel)
     with suppress(asyncio.IncompleteReadError):  # the parent has closed the channel
-        answer = _measured(Answer(number=0, body=b"null"))  # says that it has started
+        answer = _measured(Answer(number=0, body=b"null"))  # tells the parent that this process has started
         while os.getpid() == owner:
             writer.write(write_answer(answer))
             await writer.drain()

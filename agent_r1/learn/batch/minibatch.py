@@ -220,7 +220,7 @@ class RegularizedLoss:
     def of(
         self, columns: Columns, logprobs_T: Tensor, entropy_T: Tensor | None, step_ids_T: Tensor, counts: Counts
     ) -> LossOutput:
-        """`columns` are those of the pack."""
+        """Return the loss of one pack, whose tokens are in `columns`."""
         output = self.loss(columns.loss_inputs(logprobs_T, step_ids_T, counts))
         loss, sums, maxima = output.loss, dict(output.sums), output.maxima
         if entropy_T is not None:

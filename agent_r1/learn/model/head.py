@@ -106,8 +106,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, grad_bias_V, None, None, None
 
 
-# What `_reduce` and `_spread` read of a chunk: logits, targets, padding, temperature (one number, or [C]) and soft cap.
-# With supports, logits, targets and padding have K in place of V; otherwise there is no padding.
+# Arguments of `_reduce` and `_spread`: logits, targets, padding, temperature (one number, or [C]) and soft cap.
+# With supports, logits and targets are over K kept tokens instead of the vocabulary V; without them, padding is None.
 _Arguments = tuple[Tensor, Tensor, Tensor | None, float | Tensor, float | None]
 
 
@@ -119,8 +119,8 @@ def _chunks(
     settings: HeadSettings,
     supports: Supports | None,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None, _Arguments]]:
-    """(rows, hidden_CD, logits_CV, ids_CK, arguments) in the number format of the products; one empty chunk if there
-    are no tokens."""
+    """Yield (rows, hidden_CD, logits_CV, ids_CK, arguments) of each chunk, in the number format of the products.
+    Without tokens, yield one empty chunk."""
     bias_V = bias_V.to(settings.dtype) if bias_V is not None else None
     for start in range(0, max(1, len(hidden_TD)), settings.chunk):
         rows = slice(start, start + settings.chunk)

@@ -119,7 +119,7 @@ class Connection:
             self.stderr()
 
     def stderr(self) -> str:
-        """`; it last wrote to stderr: ...`, or nothing."""
+        """Return what the server last wrote to stderr, as the end of a message; empty if it wrote nothing."""
         if self._stderr is not None and not self._stderr.closed:
             fd = self._stderr.fileno()
             size = os.fstat(fd).st_size

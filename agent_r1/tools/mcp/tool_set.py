@@ -101,7 +101,7 @@ class MCPTools(ToolSet):
         if self.url is None and not self.words:
             raise ConfigError("the command of an MCP server is empty")
         if self.connections > 1 and self.sessions == "episode":
-            raise ConfigError("connections > 1 does not go with sessions: episode, where each episode has one")
+            raise ConfigError("leave out connections with sessions: episode, where each episode has its own")
         self._connections: dict[str, Connection] = {}  # by episode, or by the number of a shared connection
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._closing: set[asyncio.Task[None]] = set()
@@ -110,7 +110,7 @@ class MCPTools(ToolSet):
 
     @property
     def words(self) -> list[str]:
-        """The command."""
+        """The command as a list of words."""
         return self.command.split() if isinstance(self.command, str) else list(self.command or ())
 
     @property

@@ -51,7 +51,7 @@ def check_level(level: str) -> None:
         raise ConfigError(
             f"the sandbox level {level!r} does not work here: {missing}. Allow user namespaces "
             "(user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or set level=process, which "
-            "hides nothing of this machine, in a container that holds nothing of value"
+            "does not isolate this machine: use it only in a container that holds nothing of value"
         )
 
 
