@@ -162,7 +162,7 @@ RULES: list[tuple[tuple[str, Callable[[Tree], bool]], list[str]]] = [
     (_needs("algorithm.kl_coef"), [f"algorithm.{key}" for key in ("kl_estimator", "kl_in", "kl_target")]),
     (_needs("algorithm.kl_in", idle=(None, "loss"), which="=reward"), ["algorithm.kl_target"]),
     (_needs("algorithm.kl_target"), ["algorithm.kl_horizon"]),
-    (  # only gigpo has it, by default not 0
+    (  # only gigpo has this setting, and its default is not 0
         _needs("algorithm.settings.step_weight", idle=(0,)),
         [f"algorithm.settings.{key}" for key in ("gamma", "anchor", "similarity")],
     ),
